@@ -1,6 +1,6 @@
 """Complete a column of prompts with Ray Data: Parquet in, Parquet out.
 
-    pip install "raypp[data]"
+    pip install ".[data]"  # in the clone of raypp
     python examples/ray_data_parquet.py [FOLDER]
 
 A row that fails has its error in the column `completion_error`, and the others of its batch their texts.

@@ -38,6 +38,11 @@ def page(name: str) -> str:
     return f"docs/{name}.md in the sources of raypp" if site is None else f"{site.rstrip('/')}/{name}.html"
 
 
+def install(extra: str) -> str:
+    """Return how an extra of the package is installed. No package index has raypp: it comes from a clone."""
+    return f'pip install ".[{extra}]" in the clone of raypp'
+
+
 class RayppError(Exception):
     """Base of all errors of raypp.
 

@@ -18,15 +18,20 @@ _MAX_CHARS = 100  # of a name: comparing takes longer than linear time, and clie
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
-def nearest_name(name: str, names: Iterable[str]) -> str | None:
+def nearest_name(name: str, names: Iterable[str], least_likeness: float = _LEAST_LIKENESS) -> str | None:
     """Return the name that another one is probably a misspelling or the beginning of; None if none is near.
 
     Capitals, hyphens and underscores do not count: `topP` is `top_p`.
+
+    Args:
+        name: The other one.
+        names: Those that there are.
+        least_likeness: What a misspelling has in common with what was meant, 0 to 1.
     """
     if len(name) > _MAX_CHARS:
         return None
     plain, by_plain = _plain(name), {_plain(each): each for each in names}
-    near = difflib.get_close_matches(plain, by_plain, n=1, cutoff=_LEAST_LIKENESS)
+    near = difflib.get_close_matches(plain, by_plain, n=1, cutoff=least_likeness)
     begun = [each for each in by_plain if "_" in plain and each.startswith(f"{plain}_")]  # of one word, too many are
     found = near or begun
     return by_plain[found[0]] if found else None

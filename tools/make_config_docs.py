@@ -10,6 +10,7 @@ import inspect
 import json
 import sys
 from pathlib import Path
+from types import NoneType
 from typing import Literal, get_args, get_origin
 
 from generated_pages import write_or_check
@@ -68,7 +69,7 @@ def _other_engines() -> str:
     lines = ["\n## Names of other engines\n", "What errors say of these, too. Settings are written as options.\n"]
     options = {setting.key: setting.option for setting in VARIABLES.values()}
     for engine, names in (("vLLM", OF_VLLM), ("SGLang", OF_SGLANG), ("llama.cpp", OF_LLAMA_CPP)):
-        lines += [f"| of {engine} | raypp has |", "|---|---|"]
+        lines += [f"| of {engine} | with raypp |", "|---|---|"]
         for name, own in names.items():
             option = None if own.setting is None else f"`{options[own.setting]}`"
             lines.append(f"| `--{name.replace('_', '-')}` | {own.text(option)} |")
@@ -95,9 +96,12 @@ def _row(name: str, info: FieldInfo) -> str:
 
 
 def _type_name(annotation: object) -> str:
+    members = get_args(annotation)
+    if NoneType in members:
+        return " | ".join([*(_type_name(member) for member in members if member is not NoneType), "none"])
     if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(map(repr, get_args(annotation)))
-    return inspect.formatannotation(annotation).replace("None", "none")
+        return "one of " + ", ".join(map(repr, members))
+    return inspect.formatannotation(annotation).replace("typing.", "")
 
 
 def _limit(item: object) -> str:

@@ -193,7 +193,7 @@ def open_engine(
     if sampling_defaults:
         _LOG.warning(
             "default sampling parameters of the model's generation_config.json: %s; "
-            'generation_config="none" keeps those of raypp',
+            "generation_config=none keeps those of raypp",
             ", ".join(f"{name}={value}" for name, value in sampling_defaults.items()),
         )
     if freeze_gc:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from raypp.errors import ConfigError
+from raypp.errors import ConfigError, install
 from raypp.messages import StepForm
 from raypp.models.sizes import WeightReads
 from raypp.scheduler.step_work import StepWork
@@ -230,7 +230,7 @@ def _new_axes(num_stages: int) -> Axes:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("an image needs matplotlib", hint='pip install "raypp[notebook]"') from error
+        raise ConfigError("an image needs matplotlib", hint=install("notebook")) from error
     # Not pyplot: that keeps every figure, and in a notebook shows it a second time.
     figure = Figure(figsize=(_WIDTH_INCHES, 0.9 + _LANE_INCHES * num_stages))
     axes: Axes = figure.add_subplot()

@@ -33,6 +33,9 @@ _PROBE_CHARS_PER_TOKEN = 16
 _MIN_END_CHARS, _MIN_END_TOKENS = 1024, 64
 """How much more than the tokens that are kept is tokenized at least, where only the end of a text is."""
 
+_FILES = re.compile(r"^tokenizer(?!_config)|vocab|spiece|sentencepiece|tekken|\.tiktoken$|\.model$|\.spm$")
+"""Names of files that hold a vocabulary, of whatever tokenizer transformers knows."""
+
 _BROKEN = "\ufffd"
 _FALLBACK_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -54,6 +57,8 @@ class Tokenizer:
             ModelLoadError: there are none, they cannot be read, or the model's own chat template is broken.
             ConfigError: `chat_template` is broken.
         """
+        if not any(_FILES.search(path.name) for path in Path(model_path).glob("*")):
+            raise _no_tokenizer(model_path, "a folder without its files")  # before seconds of imports
         try:
             self._hf: Any = tokenizer_class(model_path).from_pretrained(str(model_path), local_files_only=True)
         except Exception as error:  # whatever a broken file makes of it: transformers has no error class of its own
@@ -61,16 +66,11 @@ class Tokenizer:
                 "the model's tokenizer cannot be loaded",
                 got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
                 expected=f"tokenizer.json and tokenizer_config.json in {model_path}",
-                hint="skip_tokenizer_init=True runs a model without a tokenizer, on token ids",
+                hint="the setting skip_tokenizer_init=true runs a model without a tokenizer, on token ids",
             ) from error
         self._vocabulary: dict[str, int] = self._hf.get_vocab()
         if len(self._vocabulary) <= len(self._hf.added_tokens_decoder):  # transformers makes one up without files
-            raise ModelLoadError(
-                "the model has no tokenizer",
-                got=f"{len(self._vocabulary)} tokens in all: none but added ones",
-                expected=f"tokenizer.json, or other files of a tokenizer, in {model_path}",
-                hint="copy them from the origin of the model; skip_tokenizer_init=True runs it on token ids alone",
-            )
+            raise _no_tokenizer(model_path, f"{len(self._vocabulary)} tokens in all: none but added ones")
         if chat_template is not None:
             self._hf.chat_template = chat_template
         self._check_template("the model's" if chat_template is None else "the given")
@@ -312,6 +312,15 @@ def _byte_characters() -> dict[str, int]:
     alphabet = sorted(ByteLevel.alphabet())
     others = sorted(set(range(256)).difference(map(ord, alphabet)))
     return dict(zip(alphabet, [*(ord(char) for char in alphabet if ord(char) < 256), *others], strict=True))
+
+
+def _no_tokenizer(model_path: str | Path, got: str) -> ModelLoadError:
+    return ModelLoadError(
+        "the model has no tokenizer",
+        got=got,
+        expected=f"tokenizer.json, or other files of a tokenizer, in {model_path}",
+        hint="copy them from the origin of the model; the setting skip_tokenizer_init=true runs it on token ids alone",
+    )
 
 
 def _too_long(got: str, max_tokens: int, more: str = "") -> ContextLengthError:

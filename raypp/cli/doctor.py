@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 
 from raypp.cli import machine_checks as checks
 from raypp.cli.machine_checks import Check, Gpu, RayCluster, Status
+from raypp.errors import install
 from raypp.plan.fit import counted
 from raypp.plan.hardware import device_files, visible_indices
 
@@ -86,7 +87,7 @@ def all_checks() -> Iterator[Check]:
     yield from _guarded("CUDA", lambda: _cuda_checks(num_gpus))
     for name in _GPU_PACKAGES:
         lack: Status = "warning" if num_gpus else "ok"
-        yield checks.check_package(needed[name], _installed(name), lack=lack, advice='pip install "raypp[gpu]"')
+        yield checks.check_package(needed[name], _installed(name), lack=lack, advice=install("gpu"))
     yield checks.check_nvcc(
         _nvcc(),
         has_flashinfer=has_flashinfer,

@@ -13,6 +13,8 @@ from typing import Literal
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from raypp.errors import install
+
 Status = Literal["ok", "warning", "problem"]
 Version = tuple[int, int]
 
@@ -23,7 +25,6 @@ _LEAST_FREE_SHARE = 0.9
 _SHM_BYTES, _LEAST_SHM_BYTES = 1 << 30, 128 << 20
 _OPEN_FILES, _LEAST_OPEN_FILES = 4096, 512
 _CACHE_BYTES, _LEAST_CACHE_BYTES = 20 * 10**9, 10**9
-_GPU_EXTRA = 'pip install "raypp[gpu]"'
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def check_driver(gpus: Sequence[Gpu], device_files: Sequence[str], error: str | 
             "GPUs",
             "problem",
             f"{len(device_files)} device files ({device_files[0]}, ...), but no answer: {error}",
-            f"does `nvidia-smi` work? If it does: {_GPU_EXTRA}; if not, reinstall the driver or restart the machine",
+            f"does `nvidia-smi` work? If so: {install('gpu')}; if not, reinstall the driver or restart the machine",
         )
     if device_files:
         return Check(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from itertools import chain, takewhile
 from typing import Any
 
@@ -27,12 +27,14 @@ from raypp.config.log import log_to_stderr
 from raypp.config.names import OF_THE_SERVER
 from raypp.config.options import ADDRESS_SETTINGS, ENGINE_SETTINGS, HTTP_SETTINGS
 from raypp.config.other_engines import OF_OTHER_ENGINES, SHORT_OF_OTHER_ENGINES
-from raypp.errors import ConfigError, RayppError
+from raypp.errors import ConfigError, RayppError, install
 from raypp.nearest_name import nearest_name
+from raypp.types import SamplingParams
 
 _EXIT_USER_ERROR = 2
 _EXIT_INTERRUPTED = 130
 _EXIT_BROKEN_PIPE = 141
+_OF_REQUESTS = {field.name for field in fields(SamplingParams)}
 _OF_SERVE = {setting.option for setting in (*ADDRESS_SETTINGS, *HTTP_SETTINGS)}
 _OPTIONS = {
     setting.key: setting.option for setting in chain(ADDRESS_SETTINGS, HTTP_SETTINGS, *ENGINE_SETTINGS.values())
@@ -73,7 +75,7 @@ def _serve(
         from serve_app.run import run_server
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "the server needs packages that are not installed", got=error, hint='pip install ".[serve]" in the clone'
+            "the server needs packages that are not installed", got=error, hint=install("serve")
         ) from error
     run_server(config, settings, address=address, on_ready=on_ready, read_again=read_again)
 
@@ -127,11 +129,12 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse a command's arguments; of an option that it does not have, say the nearest one."""
-        if self._subparsers is None:  # else most of the options are the command's
-            self._check_options(args or ())
+        args = sys.argv[1:] if args is None else args
+        is_command = self._subparsers is None
+        self._check_options(args if is_command else takewhile(lambda arg: arg.startswith("-"), args))
         return super().parse_known_args(args, namespace)
 
-    def _check_options(self, args: Sequence[str]) -> None:
+    def _check_options(self, args: Iterable[str]) -> None:
         for arg in takewhile(lambda arg: arg != "--", args):
             name = arg.partition("=")[0]
             is_option = name.startswith("--") or (name.startswith("-") and name[1:2].isalpha())
@@ -141,6 +144,9 @@ class _Parser(argparse.ArgumentParser):
                 self.error(f"unknown option {name}; {self._advice(name)}")
 
     def _advice(self, name: str) -> str:
+        nearest = nearest_name(name, self._option_string_actions)
+        if self._subparsers is not None and nearest is None:
+            return "options stand behind the command, as in raypp serve MODEL --num-stages 2"
         setting = SHORT_OF_OTHER_ENGINES.get(name, name.lstrip("-").replace("-", "_"))
         if setting in OF_THE_SERVER:
             return f"it is an option of raypp serve, not of {self.prog}"
@@ -149,10 +155,13 @@ class _Parser(argparse.ArgumentParser):
         own = OF_OTHER_ENGINES.get(setting)
         option = None if own is None or own.setting is None else _OPTIONS[own.setting]
         if own is not None and (option is None or option in self._option_string_actions):
-            return f"in place of it raypp has {own.text(option)}"
+            return own.text(option)
         if own is not None and option in _OF_SERVE:
-            return f"in place of it raypp serve has {own.text(option)}"
-        nearest = nearest_name(name, self._option_string_actions)
+            return f"with raypp serve, {own.text(option)}"
+        if (of_requests := f"--{setting.replace('_', '-')}") in self._option_string_actions:
+            return f"did you mean {of_requests}?"
+        if setting in _OF_REQUESTS:
+            return f"each request has its own: the field {setting} of its body"
         return f"did you mean {nearest}?" if nearest else f"{self.prog} --help lists those that there are"
 
 

@@ -123,7 +123,12 @@ class HttpSettings(Section):
             with open(self.api_key_file, encoding="utf-8") as file:
                 found = [line.strip() for line in file if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError("the file of API keys cannot be read", got=error) from error
+            raise ConfigError(
+                "the file of API keys cannot be read",
+                got=error,
+                expected="a text file with one key per line, in UTF-8",
+                hint="correct the path in api_key_file, or let the server's user read the file",
+            ) from error
         if not found:  # an empty file would otherwise let everybody in
             raise ConfigError("the file of API keys holds no key", got=self.api_key_file, expected="one key per line")
         return [*self.api_keys, *found]

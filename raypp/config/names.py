@@ -103,16 +103,12 @@ def unknown_name(kind: str, name: str, valid: Mapping[str, str]) -> ConfigError:
         )
     if (own := OF_OTHER_ENGINES.get(name)) is not None:
         section, _, setting = (own.setting or "").partition(".")
-        place = (
-            ""
-            if own.setting is None
-            else f"{setting} ({'of raypp serve' if section == 'http' else f'section {section}'})"
-        )
+        place = "raypp serve" if section == "http" else f"section {section}"
         return ConfigError(
             f"there is no {kind} of this name",
             got=name,
-            expected=own.text(place),
-            hint=f"all settings: {page('configuration')}",
+            expected=f"a name that {page('configuration')} lists",
+            hint=own.text(None if own.setting is None else f"{setting} of {place}"),
         )
     best = nearest_name(name, valid)
     if best is None:

@@ -47,7 +47,8 @@ class ModelSection(Section):
         Literal["auto", "float32", "bfloat16", "float16"],
         _also(half="float16", float="float32"),
     ] = "auto"
-    """Of weights and activations. `auto` is float32 on a CPU, else the checkpoint's own."""
+    """Of weights and activations. `auto` is float32 on a CPU, else the checkpoint's own. `half` is float16, `float`
+    float32."""
     quantization: Literal["fp8"] | None = None
     """`fp8` rounds the weights of the layers to float8_e4m3fn while they are read, with a scale per output: half the
     bytes of 16 bits, for a little of the precision. Embedding, LM head, norms and biases stay. None: as the checkpoint
@@ -91,7 +92,8 @@ class CacheSection(Section):
     kv_cache_dtype: Annotated[Literal["auto", "model", "fp8"], _also(fp8_e4m3="fp8", float8_e4m3fn="fp8")] = "auto"
     """What keys and values are kept as. `model`: as the activations. `fp8`: float8_e4m3fn, divided by the scales of the
     checkpoint where it has some; half the bytes, so twice the tokens and faster steps with many requests, for a little
-    of the precision. `auto`: fp8 where config.json has a `kv_cache_scheme` and the device can, else model."""
+    of the precision. `auto`: fp8 where config.json has a `kv_cache_scheme` and the device can, else model. `fp8_e4m3`
+    and `float8_e4m3fn` are fp8."""
     kv_cache_bytes: int = Field(default=1 << 28, ge=1)
     """Bytes of KV cache per stage on a CPU, where no device says how much memory is there to be used."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)

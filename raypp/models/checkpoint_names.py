@@ -65,7 +65,7 @@ def no_weights(path: Path, *, beside: str = "") -> ModelLoadError:
         f"{path} has no weights",
         got=sorted(file.name for file in path.iterdir()) if path.is_dir() else "no such directory",
         expected=f"{_FILE}, or {_INDEX} and its files{beside}",
-        hint='load_format="dummy" makes random weights; other formats must be converted to safetensors first',
+        hint="load_format=dummy makes random weights; other formats must be converted to safetensors first",
     )
 
 

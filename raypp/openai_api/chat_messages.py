@@ -97,7 +97,8 @@ def conversation_of(messages: Sequence[Message], *, takes_images: bool) -> list[
         takes_images: Whether the engine's model does.
 
     Raises:
-        RequestError: images for a model that takes none, or something else that the template would not be shown.
+        RequestError: images for a model that takes none, something else that the template would not be shown, or a
+            message of a user without content.
     """
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]", takes_images=takes_images)
@@ -120,6 +121,14 @@ def _check_message(message: Message, where: str, *, takes_images: bool) -> None:
             expected="one of them",
             hint="function_call is the older form: send all calls as tool_calls",
             param=f"{where}.function_call",
+        )
+    if message.role == "user" and message.content in (None, []):
+        raise RequestError(
+            "a message of a user without content",
+            got="null" if message.content is None else "[]",
+            expected='text, or a list of parts like {"type": "text", "text": "..."}',
+            hint="leave the message out if it says nothing",
+            param=f"{where}.content",
         )
     if not takes_images and any(isinstance(part, ImagePart) for part in message.content or ()):
         raise RequestError(

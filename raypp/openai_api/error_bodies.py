@@ -34,6 +34,8 @@ END_OF_TOKEN_IDS = 2**31  # they are int32
 
 _MAX_PASSED_OVER = 16
 """Unknown fields of a body that are looked at: each is compared with all that there are."""
+_LIKENESS_TO_FOREIGN = 0.9
+"""From which an unknown field counts as a misspelt one of other servers: some that change nothing are near to these."""
 
 _LISTS = {
     "content": 'a list of parts like {"type": "text", "text": "..."}',
@@ -129,7 +131,13 @@ def body_error(complaints: Sequence[Mapping[str, Any]], body: object, kind: type
         if of_body is not None and (foreign := of_body.foreign.get(name)) is not None:
             return _unsupported(where, first.get("input"), foreign)
         nearest = _meant(of_body, str(name)) if of_body else nearest_name(str(name), _field_names(kind, before))
-        return BodyError(f"unknown field {where}", param=where, expected=nearest and f"did you mean {nearest}?")
+        refused = None if of_body is None else of_body.refused_fields().get(nearest or "")
+        return BodyError(
+            f"unknown field {where}",
+            param=where,
+            expected=nearest and f"did you mean {nearest}?",
+            hint=None if refused is None else f"{nearest} is not supported: {_reason(refused)}",
+        )
     if first["type"] == "union_tag_not_found":
         return BodyError(f"{where} has no type", param=where, got=repr(first.get("input"))[:200])
     if first["type"] == "missing":
@@ -195,6 +203,9 @@ def _without_foreign(
         kind: The body's shape.
         body: It.
         passes_unknown: Pass over a field, too, that is in no table and is near to none that the body has.
+
+    Raises:
+        BodyError: there are more than are looked at.
     """
     known, dropped, told = kind.known_names(), set[str](), list[str]()
     unknown = [name for name, value in body.items() if value is not None and name not in known]
@@ -205,14 +216,28 @@ def _without_foreign(
         elif not foreign.has_effect if foreign is not None else passes_unknown and _meant(kind, name) is None:
             dropped.add(name)
             told.append(name)
+    if len(dropped) == _MAX_PASSED_OVER < len(unknown):  # else one of these is complained of
+        raise BodyError(
+            "too many unknown fields",
+            got=f"{len(unknown)}, {unknown[_MAX_PASSED_OVER][:200]} for one",
+            expected=f"at most {_MAX_PASSED_OVER} in a body",
+            hint="leave out those that raypp does not have",
+            param=unknown[_MAX_PASSED_OVER][:200],
+        )
     return {name: value for name, value in body.items() if name not in dropped}, told
 
 
 def _meant(kind: type[BodyModel], name: str) -> str | None:
-    """Return the field of a body that an unknown one probably is; None if it is near to none."""
+    """Return the field that an unknown one probably is: a body's, or else one that is refused; None: near to none."""
     names = kind.known_names()
     of_chat = kind.chat_params.get(name, "")
-    return of_chat if of_chat.partition(".")[0] in names else nearest_name(name, names)
+    if of_chat.partition(".")[0] in names:
+        return of_chat
+    return nearest_name(name, names) or nearest_name(name, kind.refused_fields(), _LIKENESS_TO_FOREIGN)
+
+
+def _reason(foreign: ForeignField) -> str:
+    return foreign.reason.replace("`", "")
 
 
 def _unsupported(name: str, value: object, foreign: ForeignField) -> BodyError:
@@ -221,7 +246,7 @@ def _unsupported(name: str, value: object, foreign: ForeignField) -> BodyError:
         f"{name} is not supported",
         got=repr(value)[:200],
         expected=nothing[0] if nothing else f"a body without {name}",
-        hint=foreign.reason.replace("`", ""),
+        hint=_reason(foreign),
         param=name,
     )
 

@@ -33,12 +33,18 @@ def _ignored(reason: str) -> ForeignField:
 
 
 _LENGTH = "`max_tokens` has it; in `/v1/responses` `max_output_tokens`"
-_THINKS = "`reasoning_effort` turns thoughts off; in `/v1/responses` `reasoning`, in `/v1/messages` `thinking`"
+_THINKS = (
+    "`reasoning_effort` has it, `none` for no thoughts; in `/v1/responses` `reasoning`, in `/v1/messages` `thinking`; "
+    "in `/v1/completions` the prompt decides"
+)
 _FORM = "`structured_outputs` has it"
 _IN_BODY = "its content belongs into the body itself"
 _NO_SAMPLER = "there is no such sampler: `min_p` cuts unlikely tokens, `repetition_penalty` lowers repeated ones"
-_SYSTEM = "the first message has it, with the role `system`"
-_COMPLETIONS = "of `/v1/completions`"
+_SYSTEM = (
+    "the first of `messages` has it, with the role `system`; in `/v1/responses` `instructions`, in `/v1/messages` "
+    "`system`, in `/v1/completions` the prompt"
+)
+_NO_TEMPLATE = "; `/v1/completions` has no template"
 
 OF_ALL: Mapping[str, ForeignField] = MappingProxyType(
     {
@@ -50,17 +56,18 @@ OF_ALL: Mapping[str, ForeignField] = MappingProxyType(
         "kv_transfer_params": ForeignField("prompts are computed where they are continued", ({},)),
         "spaces_between_special_tokens": ForeignField("of tokenizers in Python", (True,)),
         "guided_decoding_backend": _ignored("there is nothing to choose: the text is held to the form by any of them"),
-        "guided_whitespace_pattern": ForeignField("`structural_tag` can say it"),
+        "guided_decoding": ForeignField(_FORM),
+        "guided_whitespace_pattern": ForeignField("a `grammar` of `structured_outputs` says where space may be"),
         "truncation_side": ForeignField("prompts are cut at their beginning", ("left",)),
         "chat_template": ForeignField("a template is a program; `chat_template` of the engine replaces the model's"),
-        "documents": ForeignField("`chat_template_kwargs` passes them to templates that read them", ([],)),
+        "documents": ForeignField(f"`chat_template_kwargs` passes them to a template{_NO_TEMPLATE}", ([],)),
         "mm_processor_kwargs": ForeignField("images are read as the model was trained", ({},)),
         "media_io_kwargs": ForeignField("images are read as the model was trained", ({},)),
         "vllm_xargs": ForeignField("there are no extensions that would read it", ({},)),
-        "include_reasoning": ForeignField(_THINKS, (True,)),
+        "include_reasoning": ForeignField("thoughts come apart from the answer, and need not be read", (True,)),
         "thinking_token_budget": ForeignField("thoughts count towards the most tokens to generate"),
-        "echo": ForeignField(_COMPLETIONS, (False,)),
-        "best_of": ForeignField(_COMPLETIONS, (1,)),
+        "echo": ForeignField("`/v1/completions` has it", (False,)),
+        "best_of": ForeignField("nothing is generated to be thrown away", (1,)),
         "suffix": ForeignField("text is continued at its end only", ("",)),
         "prompt_embeds": ForeignField("prompts are text or tokens"),
         # OpenAI's
@@ -70,7 +77,7 @@ OF_ALL: Mapping[str, ForeignField] = MappingProxyType(
         "prompt_cache_options": _ignored("here prompts are cached by their tokens and `cache_salt`"),
         "client_metadata": _ignored("notes of the client"),
         # SGLang's
-        "regex": ForeignField(_FORM),
+        "regex": ForeignField(f"{_FORM}, as `regex`"),
         "ebnf": ForeignField(f"{_FORM}, as `grammar`"),
         "max_new_tokens": ForeignField(_LENGTH),
         "no_stop_trim": ForeignField("`include_stop_str_in_output` has it", (False,)),
@@ -81,8 +88,8 @@ OF_ALL: Mapping[str, ForeignField] = MappingProxyType(
         "lora_path": ForeignField("there are no adapters: merge them into the weights"),
         # llama.cpp's
         "n_predict": ForeignField(_LENGTH, (-1,)),
-        "grammar": ForeignField(_FORM, ("",)),
-        "json_schema": ForeignField(_FORM),
+        "grammar": ForeignField(f"{_FORM}, as `grammar`", ("",)),
+        "json_schema": ForeignField(f"{_FORM}, as `json_schema`"),
         "repeat_penalty": ForeignField("`repetition_penalty` has it", (1,)),
         "temp": ForeignField("`temperature` has it"),
         "repeat_last_n": ForeignField("`repetition_penalty` looks at the whole text"),
@@ -103,13 +110,17 @@ OF_ALL: Mapping[str, ForeignField] = MappingProxyType(
         "keep_alive": _ignored("the model stays loaded"),
         "num_predict": ForeignField(_LENGTH, (-1,)),
         "think": ForeignField(_THINKS, (True,)),
-        "format": ForeignField("`response_format` has it; in `/v1/responses` `text`", ("",)),
+        "format": ForeignField(
+            "`response_format` has it; in `/v1/completions` `structured_outputs`, in `/v1/responses` `text`, in "
+            "`/v1/messages` `output_config`",
+            ("",),
+        ),
         "options": ForeignField(_IN_BODY, ({},)),
         # of clients, and of routers that choose between models
         "system": ForeignField(_SYSTEM),
         "system_prompt": ForeignField(_SYSTEM),
         "instructions": ForeignField(_SYSTEM),
-        "input": ForeignField("`messages` or `prompt` has it"),
+        "input": ForeignField("`messages` has it; in `/v1/completions` `prompt`"),
         "do_sample": ForeignField("`temperature` 0 draws no token at random", (True,)),
         "num_beams": ForeignField("`LLM.beam_search` has it, HTTP has not", (1,)),
         "sampling_params": ForeignField(_IN_BODY, ({},)),
@@ -120,10 +131,10 @@ OF_ALL: Mapping[str, ForeignField] = MappingProxyType(
         "max_length": ForeignField(_LENGTH),
         "min_length": ForeignField("`min_tokens` has it", (0,)),
         "stop_words": ForeignField("`stop` has it; in `/v1/messages` `stop_sequences`", ([],)),
-        "enable_thinking": ForeignField("`chat_template_kwargs` passes it to templates that read it"),
+        "enable_thinking": ForeignField(f"`chat_template_kwargs` passes it to a template{_NO_TEMPLATE}"),
         "models": ForeignField("`model` names the one that answers", ([],)),
         "provider": _ignored("there is one: this server"),
-        "usage": _ignored("answers count their tokens; streams do with `stream_options`"),
+        "usage": _ignored("answers count their tokens; streams of chats and completions do with `stream_options`"),
     }
 )
 """Of any body that has no field of this name itself."""
@@ -131,7 +142,8 @@ OF_ALL: Mapping[str, ForeignField] = MappingProxyType(
 OF_CHAT: Mapping[str, ForeignField] = MappingProxyType(
     {
         **OF_ALL,
-        "reasoning": ForeignField("`reasoning_effort` says how much to think", ({},)),
+        "best_of": ForeignField("nothing is generated to be thrown away: `n` has several answers", (1,)),
+        "reasoning": ForeignField(_THINKS, ({},)),
         "thinking": ForeignField(_THINKS),
         "input_ids": ForeignField("`/v1/completions` takes token ids, as `prompt`"),
     }

@@ -85,6 +85,12 @@ class BodyModel(RequestModel):
 
     _passed_over: tuple[str, ...] = PrivateAttr(default=())
 
+    @classmethod
+    def refused_fields(cls) -> dict[str, ForeignField]:
+        """Return the fields of other servers that would change the answer, and that this body does not have."""
+        known = cls.known_names()
+        return {name: field for name, field in cls.foreign.items() if field.has_effect and name not in known}
+
     def pass_over(self, names: Sequence[str]) -> None:
         """Note fields that were given, that this body does not have, and that were left out."""
         self._passed_over = tuple(names)

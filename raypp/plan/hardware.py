@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from raypp.errors import install
+
 _FP8_CAPABILITY = (8, 9)
 
 
@@ -30,7 +32,7 @@ class Hardware:
             return None
         return (
             f"this machine has GPUs ({self.num_unusable_gpus}), but raypp cannot use them without the extra gpu: "
-            'pip install "raypp[gpu]", or -e ".[gpu]" in a clone; `raypp doctor` says what else is missing'
+            f"{install('gpu')}; `raypp doctor` says what else is missing"
         )
 
     @property

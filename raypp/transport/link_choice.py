@@ -89,7 +89,7 @@ def resolve_link(asked: TransportKind, edge: Edge, sender: StagePlace, receiver:
     raise ConfigError(
         f"{asked} links cannot join stage {edge.sender} and stage {edge.receiver}",
         got=obstacle,
-        hint="transport='auto' takes the best that can",
+        hint="transport=auto takes the best that can",
     )
 
 

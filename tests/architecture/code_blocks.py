@@ -53,8 +53,8 @@ _UNCHECKED = (
     *("useradd", "wait", "wc", "which", "install", "printf"),
 )
 """Programs whose arguments are not looked at. Any other name is taken for a misspelt one."""
-OTHERS_OPTIONS = {"--model", "--model_args", "--profile", "--seconds", "--corpus", "--shm-size"}
-"""Of lm-eval, Compose, tools/train_tiny.py and Docker."""
+OTHERS_OPTIONS = {"--model", "--model_args", "--profile", "--seconds", "--corpus", "--shm-size", "--clear"}
+"""Of lm-eval, Compose, tools/train_tiny.py, Docker and venv."""
 CLIENTS_OPTIONS = {"--tools", "--system-prompt", "--format"}
 """Of Claude Code and llm-comply."""
 OWN_VARIABLES = ("RAYPP_LOG_LEVEL", "RAYPP_SERVICE", "RAYPP_SERVICE_HOST")

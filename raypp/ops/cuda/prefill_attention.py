@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from raypp.errors import install
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.cuda.heads import gather_heads
 from raypp.ops.cuda.kernel_launch import Device
@@ -46,7 +47,7 @@ class Prefill(Protocol):
 def missing_for_flashinfer(head_dim: int) -> str | None:
     """Return why FlashInfer cannot serve these heads, None if it can."""
     if find_spec("flashinfer") is None:
-        return "flashinfer-python is not installed (pip install 'raypp[gpu]')"
+        return f"flashinfer-python is not installed ({install('gpu')})"
     if head_dim not in PREFILL_HEAD_DIMS:
         return f"FlashInfer has no prefill kernel for head_dim={head_dim}, only for {PREFILL_HEAD_DIMS}"
     return None

@@ -46,7 +46,7 @@ class CollectiveGroup:
             raise ConfigError(
                 "ray_collective links need torch.distributed to be unused",
                 got="an initialized default process group",
-                hint="use transport='gloo'",
+                hint="use transport=gloo",
             )
         self.name = name
         self.aborted = False

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from raypp.errors import ConfigError, ResourceError
+from raypp.errors import ConfigError, ResourceError, install
 from raypp.transport.current_stream import CurrentStream
 from raypp.transport.dlpack import tensor_at
 
@@ -183,7 +183,5 @@ def _import_driver() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise ConfigError(
-            "ipc links need the package cuda-bindings", got=str(error), hint="pip install 'raypp[gpu]'"
-        ) from error
+        raise ConfigError("ipc links need the package cuda-bindings", got=str(error), hint=install("gpu")) from error
     return driver

@@ -111,7 +111,7 @@ class UnmapBarrier:
             raise DeadlineError(
                 f"stage {peer} cannot be reached",
                 got=str(error),
-                hint="ipc links need stages in one network namespace of one node; transport='nccl' does not",
+                hint="ipc links need stages in one network namespace of one node; transport=nccl does not",
             ) from error
         return connection
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from raypp.errors import ConfigError, DeadlineError, EngineDeadError, ResourceError
+from raypp.errors import ConfigError, DeadlineError, EngineDeadError, ResourceError, install
 from raypp.transport.current_stream import CurrentStream
 from raypp.transport.edges import Edge
 from raypp.transport.rendezvous import Meeting
@@ -213,7 +213,5 @@ def _import_nccl() -> Any:
     try:
         from nccl.bindings import nccl
     except ImportError as error:
-        raise ConfigError(
-            "nccl links need the package nccl4py", got=str(error), hint="pip install 'raypp[gpu]'"
-        ) from error
+        raise ConfigError("nccl links need the package nccl4py", got=str(error), hint=install("gpu")) from error
     return nccl

@@ -85,6 +85,7 @@ def main(base_url: str) -> None:
         seen = [
             evaluate("local-completions", completions, tasks(folder), tokenized_requests=True, **given),
             evaluate("local-completions", completions, tasks(folder), tokenized_requests=False, batch_size=2, **given),
+            evaluate("local-completions", completions, tasks(folder), tokenizer_backend="remote"),
         ]
         for results in seen:
             assert results["choices"]["acc,none"] == seen[0]["choices"]["acc,none"]

@@ -84,6 +84,21 @@ def test_a_model_without_a_tokenizer(copy: Callable[..., str], how: str) -> None
         start(how, copy("tokenizer*"))
 
 
+def test_its_files_are_missed_before_seconds_of_imports(
+    copy: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raypp.api.tokenizer.tokenizer_class", lambda path: pytest.fail("transformers is imported"))
+    with pytest.raises(ModelLoadError, match="the model has no tokenizer; got: a folder without its files"):
+        Tokenizer(copy("tokenizer.json"))
+
+
+def test_a_tokenizer_that_transformers_makes_up_is_none(copy: Callable[..., str]) -> None:
+    path = Path(copy("tokenizer*"))
+    (path / "vocab.txt").touch()
+    with pytest.raises(ModelLoadError, match="the model has no tokenizer; got: 1 tokens in all: none but added ones"):
+        Tokenizer(path)
+
+
 @pytest.mark.parametrize("how", WAYS)
 def test_a_broken_chat_template_is_a_mistake_of_the_configuration(how: str) -> None:
     with pytest.raises(ConfigError, match=r"the given chat template is broken.*TemplateSyntaxError.*line 1"):
@@ -115,7 +130,7 @@ def test_info_needs_no_tokenizer_beside_a_config_alone(copy: Callable[..., str])
 
 def test_a_file_of_keys_that_is_not_there() -> None:
     config = EngineConfig.from_flat("tiny")
-    with pytest.raises(ConfigError, match="the file of API keys cannot be read"):
+    with pytest.raises(ConfigError, match=r"cannot be read.*expected: .*one key per line.*hint: .*api_key_file"):
         run_server(
             config,
             HttpSettings(api_key_file="/nonexist"),

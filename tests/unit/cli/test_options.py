@@ -39,6 +39,10 @@ def test_a_chat_template_is_read_where_the_command_runs(tmp_path: Path) -> None:
     assert model("--revision", "v1").revision == "v1"
     with pytest.raises(ConfigError, match="cannot be read"):
         model("--chat-template", str(tmp_path / "other.jinja"))
+    for text, said in (("", "nothing"), (" \n", "nothing"), ("Hello", "'Hello'")):
+        (tmp_path / "mine.jinja").write_text(text)
+        with pytest.raises(ConfigError, match=f"the file of the chat template holds none; got: .*mine.jinja': {said}"):
+            model("--chat-template", str(tmp_path / "mine.jinja"))
 
 
 def test_every_setting_has_an_option_and_a_variable_of_its_own() -> None:
@@ -130,19 +134,30 @@ def test_a_wrong_value_is_told_with_its_source(
         (["batch", "--inptu=x", "--output", "y"], "unknown option --inptu; did you mean --input?"),
         (["generate", "-port", "x"], "unknown option -port"),
         (["info", "--wxyz"], "unknown option --wxyz; raypp info --help lists those that there are"),
-        (["serve", "-tp", "2"], "in place of it raypp has --num-stages by layers"),
-        (["info", "--pipeline-parallel-size=2"], "in place of it raypp has --num-stages\n"),
-        (["batch", "--enforce-eager"], "in place of it raypp has --graphs none"),
-        (["info", "--trust-remote-code"], "in place of it raypp has nothing: code in a checkpoint is never run"),
+        (["serve", "-tp", "2"], "unknown option -tp; use --num-stages (it splits by layers; raypp has no"),
+        (["info", "--pipeline-parallel-size=2"], "unknown option --pipeline-parallel-size; use --num-stages\n"),
+        (["batch", "--enforce-eager"], "use --graphs (with none, no CUDA graphs are recorded)"),
+        (["info", "--trust-remote-code"], "leave it out: code in a checkpoint is never run"),
         (["info", "--port", "1"], "it is an option of raypp serve, not of raypp info"),
         (["doctor", "--tensor-parallel-size", "2"], "raypp doctor --help lists those that there are"),
-        (["serve", "--enable-lora"], "in place of it raypp has nothing: there are no adapters"),
-        (["serve", "-c", "4096"], "unknown option -c; in place of it raypp has --max-model-len\n"),
-        (["serve", "--ctx-size", "4096"], "in place of it raypp has --max-model-len\n"),
-        (["serve", "--enable-auto-tool-choice"], "in place of it raypp has --tool-call-parser auto, the default"),
-        (["info", "--api-key", "x"], "in place of it raypp serve has --api-key-file"),
+        (["serve", "--enable-lora"], "unknown option --enable-lora; merge adapters into the weights: raypp has none"),
+        (["serve", "-c", "4096"], "unknown option -c; use --max-model-len\n"),
+        (["serve", "--ctx-size", "4096"], "use --max-model-len\n"),
+        (["serve", "--enable-auto-tool-choice"], "use --tool-call-parser (with auto, the default, tools work"),
+        (["info", "--api-key", "x"], "with raypp serve, use --api-key-file (it names a file"),
         (["serve", "--enable-dreams"], "unknown option --enable-dreams; raypp serve --help lists"),
         (["serve", "--block-sise", "16"], "did you mean --block-size?"),
+        (["serve", "--tp", "2"], "unknown option --tp; use --num-stages (it splits by layers"),
+        (["serve", "--pp", "2"], "unknown option --pp; use --num-stages\n"),
+        (["serve", "--dp=2"], "unknown option --dp; use --num-replicas (several engines share the requests)"),
+        (["info", "--dp=2"], "unknown option --dp; with raypp serve, use --num-replicas"),
+        (["serve", "--seed", "1"], "unknown option --seed; use --engine-seed (it holds for requests that bring none"),
+        (["serve", "--temp", "1"], "each request has its own: the field temperature of its body"),
+        (["serve", "--top-p", "1"], "each request has its own: the field top_p of its body"),
+        (["generate", "--temp", "1"], "unknown option --temp; did you mean --temperature?"),
+        (["--tensor-parallel-size", "2", "serve", "tiny"], "options stand behind the command, as in raypp serve MODEL"),
+        (["--port", "2", "serve", "tiny"], "unknown option --port; options stand behind the command"),
+        (["--vers"], "unknown option --vers; did you mean --version?"),
     ],
 )
 def test_an_unknown_option_is_answered_with_the_nearest(

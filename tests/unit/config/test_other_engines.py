@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
 from raypp.config.names import SECTION_OF_SETTING, unknown_name
@@ -13,6 +15,7 @@ from raypp.config.other_engines import (
     OF_VLLM,
     SHORT_OF_OTHER_ENGINES,
 )
+from raypp.sampling_params import SamplingParams
 
 KEYS = {setting.key for setting in VARIABLES.values()}
 OPTIONS = {setting.option[2:].replace("-", "_") for setting in VARIABLES.values()}
@@ -31,4 +34,5 @@ def test_what_there_is_in_place_of_it_exists(name: str) -> None:
 
 def test_each_name_is_in_one_table() -> None:
     assert len(OF_OTHER_ENGINES) == len(OF_VLLM) + len(OF_SGLANG) + len(OF_LLAMA_CPP)
-    assert set(SHORT_OF_OTHER_ENGINES.values()) <= OF_OTHER_ENGINES.keys()
+    of_requests = {field.name for field in fields(SamplingParams)}
+    assert set(SHORT_OF_OTHER_ENGINES.values()) <= OF_OTHER_ENGINES.keys() | of_requests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import time
 from typing import Any
 
@@ -18,7 +19,13 @@ from raypp.openai_api.request_fields import BodyModel
 from raypp.openai_api.response_request import ResponseRequest
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
-SHAPES: list[type[BodyModel]] = [ChatRequest, CompletionRequest, ResponseRequest, MessagesRequest]
+ROUTES: dict[type[BodyModel], str] = {
+    ChatRequest: "/v1/chat/completions",
+    CompletionRequest: "/v1/completions",
+    ResponseRequest: "/v1/responses",
+    MessagesRequest: "/v1/messages",
+}
+SHAPES = [*ROUTES]
 
 
 def test_what_clients_send_as_a_matter_of_course_is_taken() -> None:
@@ -59,13 +66,41 @@ def test_unknown_fields_are_passed_over_where_that_is_asked_for() -> None:
         (ChatRequest, "max-tokens", "max_tokens"),
         (MessagesRequest, "stop", "stop_sequences"),
         (ResponseRequest, "max_tokens", "max_output_tokens"),
+        (ChatRequest, "lengthpenalty", "length_penalty"),
+        (CompletionRequest, "max_new_token", "max_tokens"),
+        (ResponseRequest, "Max-Length", "max_length"),
     ],
 )
 def test_a_misspelt_field_is_never_passed_over(shape: type[BodyModel], name: str, meant: str) -> None:
-    body = {**HELLO, "input": "a", "max_tokens": 3} if shape is not ChatRequest else HELLO
+    body = {**HELLO, "input": "a", "prompt": "a", "max_tokens": 3} if shape is not ChatRequest else HELLO
     body = {field: value for field, value in body.items() if field in shape.known_names()}
     with pytest.raises(BodyError, match=f"unknown field {name}; expected: did you mean {meant}"):
         parse_body(shape, {**body, name: 1}, "warn")
+
+
+def test_a_misspelt_field_of_other_servers_is_told_why_it_is_not_supported() -> None:
+    with pytest.raises(BodyError, match=r"length_penalty\?; hint: length_penalty is not supported: of beam search"):
+        parse_body(ChatRequest, {**HELLO, "lengthpenalty": 2}, "warn")
+
+
+def test_of_more_unknown_fields_than_are_looked_at_the_limit_is_said() -> None:
+    harmless = {f"vibe{index}": 1 for index in range(17)}
+    with pytest.raises(BodyError, match="too many unknown fields; got: 17, vibe16 for one; expected: at most 16"):
+        parse_body(ChatRequest, {**HELLO, **harmless}, "warn")
+    with pytest.raises(BodyError, match="unknown field temprature"):
+        parse_body(ChatRequest, {**HELLO, "temprature": 1, **harmless}, "warn")
+    harmless.popitem()
+    assert len(parse_body(ChatRequest, {**HELLO, **harmless}, "warn").ignored()) == 16
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_said_of_a_refused_field_names_one_that_the_body_has(shape: type[BodyModel]) -> None:
+    """Or the route whose body has another one."""
+    fields = set[str]().union(*(each.known_names() for each in SHAPES))
+    for name, refused in shape.refused_fields().items():
+        named = fields & set(re.findall("`(.*?)`", refused.reason))
+        names_route = f"`{ROUTES[shape]}`" in refused.reason or refused.reason.startswith("`/v1/")
+        assert not named or named & shape.known_names() or names_route, name
 
 
 def test_a_missing_field_that_is_misspelt_is_named() -> None:
@@ -97,6 +132,16 @@ def test_a_slip_of_a_finger_is_found(shape: type[BodyModel]) -> None:
 def test_what_is_no_misspelling_is_none(name: str) -> None:
     for shape in SHAPES:
         assert nearest_name(name, shape.known_names() - {name}) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["session_id", "route", "mirostat_tau", "post_sampling_probs", "background_tasks", "conversation_id"],
+)
+def test_what_is_a_little_like_a_refused_field_is_passed_over(name: str) -> None:
+    bodies = {ChatRequest: HELLO, CompletionRequest: {"prompt": "a"}, ResponseRequest: {"input": "a"}}
+    for shape, body in bodies.items():
+        assert parse_body(shape, {**body, name: 1}, "warn").ignored() == [name]
 
 
 def test_many_or_long_names_take_no_time() -> None:

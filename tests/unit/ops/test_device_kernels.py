@@ -38,4 +38,4 @@ def test_what_flashinfer_lacks(monkeypatch):
     assert missing_for_flashinfer(128) is None
     assert "head_dim=80" in missing_for_flashinfer(80)
     monkeypatch.setattr(prefill_attention, "find_spec", lambda name: None)
-    assert "raypp[gpu]" in missing_for_flashinfer(128)
+    assert 'pip install ".[gpu]" in the clone' in missing_for_flashinfer(128)
