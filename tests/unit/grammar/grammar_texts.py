@@ -1,4 +1,4 @@
-"""What a grammar allows of JSON texts, byte by byte, with either compiler."""
+"""What a grammar allows of JSON texts, byte by byte."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 from functools import cache
 from itertools import islice, permutations, product
 from typing import Any
-
-import xgrammar
 
 from raypp.grammar.compile import compile_constraint
 from raypp.grammar.compiled_grammar import CompiledGrammar
@@ -20,19 +18,17 @@ END = 256
 
 @cache
 def vocabulary() -> Vocabulary:
-    tokens = [bytes([byte]) for byte in range(256)] + [b"<end>"]
-    info = xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=END + 1, stop_token_ids=[END])
-    return Vocabulary(info, info, info)
+    return Vocabulary.of_tokens([*(bytes([byte]) for byte in range(255)), b"", b"\xff<end>"], [END])
 
 
 def compiled(schema: Any) -> CompiledGrammar:
-    return compile_constraint(source_of({"json_schema": json.dumps(schema)}), vocabulary(), 1)
+    return compile_constraint(source_of({"json_schema": json.dumps(schema)}), vocabulary())
 
 
 def compiled_within_text(schema: Any) -> CompiledGrammar:
-    """Return the grammar of a schema within free text, which is xgrammar's."""
+    """Return the grammar of a schema within free text."""
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
-    return compile_constraint(source_of({"structural_tag": json.dumps(tag)}), vocabulary(), 1)
+    return compile_constraint(source_of({"structural_tag": json.dumps(tag)}), vocabulary())
 
 
 def allows_text(grammar: CompiledGrammar, text: str) -> bool:

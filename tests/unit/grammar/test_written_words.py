@@ -79,7 +79,7 @@ def response_request(schema: Any) -> ChatRequest:
 def grammar_of(chat: ChatRequest, syntax: MessageSyntax = PLAIN_SYNTAX) -> CompiledGrammar:
     constraint = chat.sampling_params(1000, syntax).structured_outputs
     assert constraint is not None
-    return compile_constraint(source_of(constraint), vocabulary(), 1)
+    return compile_constraint(source_of(constraint), vocabulary())
 
 
 ASKED: dict[str, tuple[Any, str]] = {
