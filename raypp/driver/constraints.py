@@ -105,16 +105,13 @@ class Constraints(Generic[T]):
         """Give up the jobs that are over their time; return the texts that waited for each, and why they do in vain."""
         now_s = time.monotonic()
         late = [job for job in self._compiling if job.began_s is not None and now_s - job.began_s > self._timeout_s]
+        given_up = list[tuple[list[T], RayppError]]()
         for job in late:
             self._backend.give_up(job)
-        return [(self._release(constraint), self._too_long(constraint)) for constraint in map(self._compiling.pop, late)]
-
-    def take_all(self) -> list[T]:
-        """Give all constraints up that are not compiled; return the texts that waited for them."""
-        queued = [*self._compiling.values(), *self._queue]
-        self._compiling.clear()
-        self._queue.clear()
-        return [text for constraint in queued for text in self._release(constraint)]
+            kind, _ = kind_and_value(job.source)
+            why = f"compiling it takes longer than grammar_compile_timeout_s = {self._timeout_s:g}"
+            given_up.append((self._release(self._compiling.pop(job)), refused(kind, why)))
+        return given_up
 
     def _release(self, constraint: Constraint[T]) -> list[T]:
         """Return the texts that waited for a constraint, which is no longer to be compiled."""
@@ -133,7 +130,3 @@ class Constraints(Generic[T]):
     def _forget_unused(self, constraint: Constraint[T]) -> None:
         if not constraint.num_texts and not constraint.is_queued:
             self._by_key.pop(constraint.key, None)
-
-    def _too_long(self, constraint: Constraint[T]) -> RayppError:
-        kind, _ = kind_and_value(source_of(dict(constraint.value)))
-        return refused(kind, f"compiling it takes longer than grammar_compile_timeout_s = {self._timeout_s:g}")

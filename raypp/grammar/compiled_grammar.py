@@ -89,7 +89,9 @@ class Matcher:
         """
         row = rows[index]
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if not self._matcher.get_error().startswith("NoExtensionBias"):
+        if self._matcher.get_error().startswith("NoExtensionBias"):
+            row.fill(0)
+        else:
             self._check()
 
     def accept_token(self, token_id: int) -> bool:

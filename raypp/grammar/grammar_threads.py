@@ -103,8 +103,9 @@ class MaskJob(Job):
     def do(self, vocabulary: Callable[[], Vocabulary]) -> None:
         """Make the masks."""
         self.began_s = time.monotonic()
-        for self.after_step, token_ids, draft_ids in self._advances:
+        for _, token_ids, _ in self._advances:
             self._text.accept(token_ids)
+        self.after_step, _, draft_ids = self._advances[-1]
         self.draft_ids, self.bitmasks = self._text.masks(draft_ids)
         self.num_accepted = self._text.num_accepted
         self.took_s = time.monotonic() - self.began_s
@@ -282,5 +283,5 @@ def _none_left(num_given_up: int) -> RequestError:
     return RequestError(
         "no thread is left to compile grammars or to make masks in",
         got=f"{num_given_up} threads that take longer than they may, and none beside them",
-        hint="send the request again later; grammars of other requests are at fault, or a limit on the number of threads",
+        hint="send the request again later; other requests' grammars or a limit on the number of threads are at fault",
     )

@@ -113,6 +113,8 @@ def _read(path: Path) -> str:
 
 def _converted(model_path: str) -> str:
     """Return the text of the `tokenizer.json` that transformers makes of a tokenizer's other files."""
+    if not any(Path(model_path).glob("*vocab*")) and not any(Path(model_path).glob("*tokenizer*")):
+        raise FileNotFoundError(f"no tokenizer.json in {model_path}")  # sooner said than what follows is imported
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
