@@ -28,6 +28,7 @@ class Constraint(Generic[T]):
     key: str
     value: Mapping[str, Any]  # `SamplingParams.structured_outputs`
     is_queued: bool = False  # to be compiled, or being so
+    is_slow: bool = False  # whether the newest masks of one of its texts took long
     num_texts: int = 0
     waiting: dict[T, None] = field(default_factory=dict)  # texts that can go on once it is compiled
 

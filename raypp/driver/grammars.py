@@ -29,7 +29,7 @@ MASK_TIMEOUT_S = 20.0
 """A mask takes microseconds. One that takes this long is of a grammar that grows worse with every token."""
 
 _SLOW_S = 0.005
-"""Masks that take longer are made apart from others the next time."""
+"""Masks under a constraint whose last ones took longer are made apart from others."""
 
 _ADMITTED_AT_ONCE = 64
 """Requests that `poll` says may run: thousands may wait for the same grammar."""
@@ -44,7 +44,6 @@ class _Text:
     is_admitted: bool = False
     grammar: TextGrammar | None = None  # once it has a row and a compiled constraint
     job: MaskJob | None = None  # that goes on with the grammar
-    is_slow: bool = False  # whether the last one took long
     waiting: list[Advance] = field(default_factory=list)  # for the next one
     row: int = -1
     start_step: int = NO_STEP
@@ -199,7 +198,7 @@ class Grammars:
         """Go on with a text once the job is done that does so now."""
         text.waiting += advances
         if text.job is None and text.waiting:
-            text.job = (SlowMaskJob if text.is_slow else MaskJob)(grammar, text.waiting)
+            text.job = (SlowMaskJob if text.constraint.is_slow else MaskJob)(grammar, text.waiting)
             text.waiting = []
             self._making[text.job] = text
             self._backend.submit(text.job)
@@ -213,7 +212,7 @@ class Grammars:
         if job.error is not None:
             self._refuse(text, job.error)
             return []
-        text.latest, text.is_slow = job, job.took_s > _SLOW_S
+        text.latest, text.constraint.is_slow = job, job.took_s > _SLOW_S
         self._go_on(text, text.grammar)
         return [text]
 

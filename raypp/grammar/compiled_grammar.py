@@ -19,9 +19,10 @@ _JSON_FORM = {
     "json_allowed_escapes": 'nrbtf\\"',
 }
 _MAX_LEXER_STATES = 50_000  # of 1 to 2 KiB, per text
-_MAX_ITEMS_IN_ROW = 4_000  # ways to read a text; the largest real schemas have 2,000 to 3,000
-_BYTES_PER_CHAR = 500  # of memory that a grammar takes, see docs/design/0210
-_LEAST_BYTES = 1 << 20
+_MAX_ITEMS_IN_ROW = 4_000  # ways to go on with a text: four for each optional name of an open object
+# What a grammar takes: 660 real schemas 100 bytes per character, the worst 500.
+_BYTES_PER_CHAR = 500
+_LEAST_BYTES = 1 << 18
 
 
 class CompiledGrammarError(Exception):
@@ -65,8 +66,9 @@ class CompiledGrammar:
         _check(self._prototype)
         begun = self._prototype.deep_copy()
         begun.compute_bitmask()
-        if not begun.is_error():  # else the first text finds out, too
-            self._prototype = begun  # what is known of the first token then is known of it to all texts
+        if not _is_at_a_loss(begun):  # else the first text says so
+            _check(begun)
+            self._prototype = begun  # what was found out for the first mask is known to all texts
 
     def matcher(self) -> Matcher:
         """Return what follows a new text."""
@@ -89,7 +91,7 @@ class Matcher:
         """
         row = rows[index]
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if self._matcher.get_error().startswith("NoExtensionBias"):
+        if _is_at_a_loss(self._matcher):
             row.fill(0)
         else:
             self._check()
@@ -124,6 +126,11 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error() or self._matcher.stop_reason() not in ("NotStopped", "NoExtension"):
             raise RuntimeError(self._matcher.get_error() or self._matcher.stop_reason())
+
+
+def _is_at_a_loss(matcher: Any) -> bool:
+    """Return whether a matcher found no token that may come next."""
+    return matcher.is_error() and matcher.get_error().startswith("NoExtensionBias")
 
 
 def _check(matcher: Any) -> None:

@@ -6,7 +6,7 @@ A thread cannot be interrupted. So one whose job takes too long is given up: it 
 one takes its place, and when its job ends after all, it ends with that. Of each kind there are as many threads to take
 a place as there are places; when all of those are given up, too, jobs of the kind fail at once until one of them ends.
 
-Masks of a text whose last ones took long are made by threads of their own: a slow text holds up itself alone.
+Masks under a constraint whose last ones took long are made by threads of their own: what is slow holds up itself alone.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class MaskJob(Job):
 
 
 class SlowMaskJob(MaskJob):
-    """The same for a text whose last masks took long."""
+    """The same under a constraint whose last masks took long."""
 
 
 class GrammarBackend(Protocol):
