@@ -66,7 +66,7 @@ class InlineGrammars:
     def _compile(self, source: str) -> None:
         assert self._texts is not None
         try:
-            self._texts.take_compiled(source, compile_constraint(source, self._vocabulary, 1))
+            self._texts.take_compiled(source, compile_constraint(source, self._vocabulary))
         except RequestError as error:
             self._texts.take_compiled(source, error)
 

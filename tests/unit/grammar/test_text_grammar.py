@@ -15,9 +15,8 @@ import xgrammar
 from raypp.api.tokenizer import Tokenizer
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import RequestError
-from raypp.grammar.compile import compile_constraint
-from raypp.grammar.compiled_grammar import LlguidanceGrammar, lark_of_schema, read_grammar
-from raypp.grammar.schema_writer import rewritten
+from raypp.grammar.compile import compile_constraint, grammar_of
+from raypp.grammar.compiled_grammar import LlguidanceGrammar, read_grammar
 from raypp.grammar.text_grammar import MaskRows, TextGrammar
 from raypp.grammar.vocabulary import Vocabulary, VocabularySource
 from raypp.plan.engine_plan import plan_engine
@@ -42,7 +41,7 @@ def tokenizer() -> Tokenizer:
 def text_grammar(constraint: dict[str, Any], allowed: list[int] | None = None) -> TextGrammar:
     kept = as_structured_outputs(constraint)
     assert kept is not None
-    return TextGrammar(1, compile_constraint(source_of(kept), vocabulary(), 1), VOCAB_SIZE, allowed)
+    return TextGrammar(1, compile_constraint(source_of(kept), vocabulary()), VOCAB_SIZE, allowed)
 
 
 def next_masks(text: TextGrammar, drafts: list[int]) -> tuple[list[int], np.ndarray]:
@@ -72,7 +71,7 @@ def test_an_end_token_that_is_ordinary_text_is_named_where_a_text_would_need_it(
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     kept = as_structured_outputs({"json_schema": {**schema, "additionalProperties": False}})
     assert kept is not None
-    text = TextGrammar(1, compile_constraint(source_of(kept), ended_by_quote, 1), VOCAB_SIZE, None)
+    text = TextGrammar(1, compile_constraint(source_of(kept), ended_by_quote), VOCAB_SIZE, None)
     text.accept(tokenizer().encode(["{"])[0].tolist())
     with pytest.raises(RequestError, match=r"eos_token_id in config\.json") as caught:
         next_masks(text, [])
@@ -143,8 +142,8 @@ def test_both_compilers_allow_the_same_tokens(of: Callable[[], Vocabulary]) -> N
     size, rng = tokens.json.vocab_size, random.Random(0)
     for _ in range(8):
         matchers = [
-            compile_constraint(source, tokens, 1).matcher(),
-            LlguidanceGrammar(lark_of_schema(rewritten(schema)), tokens).matcher(),
+            compile_constraint(source, tokens).matcher(),
+            LlguidanceGrammar(grammar_of(source_of({"json_schema": json.dumps(schema)})), tokens).matcher(),
         ]
         while not matchers[0].is_terminated():
             both = [MaskRows(1, size), MaskRows(1, size)]
@@ -157,7 +156,7 @@ def test_both_compilers_allow_the_same_tokens(of: Callable[[], Vocabulary]) -> N
 
 
 def test_a_grammar_of_llguidance_is_read_as_it_was_written() -> None:
-    grammar = compile_constraint(source_of({"json_schema": '{"const": "b", "not": {"const": "a"}}'}), vocabulary(), 1)
+    grammar = compile_constraint(source_of({"json_schema": '{"const": "b", "not": {"const": "a"}}'}), vocabulary())
     read = read_grammar(grammar.written(), vocabulary().json, vocabulary())
     assert isinstance(read, LlguidanceGrammar)
     assert read.memory_size_bytes == grammar.memory_size_bytes >= 1 << 20
@@ -169,14 +168,14 @@ def test_a_grammar_of_llguidance_is_read_as_it_was_written() -> None:
 def test_a_grammar_may_be_in_llguidances_lark() -> None:
     lark = '%llguidance {}\nstart: "a" "\\n" NUMBER\nNUMBER: /[0-9]+/\n'
     for grammar in (
-        (compiled := compile_constraint(source_of({"grammar": lark}), vocabulary(), 1)),
+        (compiled := compile_constraint(source_of({"grammar": lark}), vocabulary())),
         read_grammar(compiled.written(), vocabulary().text, vocabulary()),
     ):
         text = TextGrammar(1, grammar, VOCAB_SIZE, None)
         text.accept(tokenizer().encode(["a\n12"])[0])
         assert set(EOS) < tokens_of(next_masks(text, [])[1][0])
     with pytest.raises(RequestError, match="cannot be compiled"):
-        compile_constraint(source_of({"grammar": "%llguidance {}\nstart: missing"}), vocabulary(), 1)
+        compile_constraint(source_of({"grammar": "%llguidance {}\nstart: missing"}), vocabulary())
 
 
 @pytest.mark.parametrize("options", ["{}", '{"no_forcing": false}'])
@@ -191,7 +190,7 @@ def test_what_a_grammar_in_lark_forces_may_be_written_by_any_tokens(options: str
 
 def test_llguidance_lets_no_control_character_into_json() -> None:
     schema = {"type": "string", "pattern": "^[\\s\\S]*$"}
-    text = TextGrammar(1, LlguidanceGrammar(lark_of_schema(rewritten(schema)), vocabulary()), VOCAB_SIZE, None)
+    text = TextGrammar(1, LlguidanceGrammar(grammar_of(source_of({"json_schema": json.dumps(schema)})), vocabulary()), VOCAB_SIZE, None)
     text.accept(tokenizer().encode(['"'])[0])
     written = vocabulary().text.decoded_vocab
     allowed = [written[token_id] for token_id in tokens_of(next_masks(text, [])[1][0])]
