@@ -7,7 +7,8 @@ the first. What follows free text otherwise must be a special token: texts do no
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from raypp.grammar.lark import json_rule, lark_of_grammar, literal, one_of, rege
 from raypp.grammar.tag_arguments import arguments_of
 
 _ANY = "/(?s:.*)/"
+_PLACE = "\0"  # no constant of a schema holds it
 _ENDLESS = ("triggered_tags", "token_triggered_tags", "dispatch", "token_dispatch")
 
 
@@ -73,7 +75,7 @@ class _Writer:
                 case "sequence":
                     return self._sequence(form["elements"], end)
                 case "or":
-                    return self._choice([self.form(part, end) for part in form["elements"]])
+                    return self._choice([self.form(part, end) for part in _with_one_json(form["elements"])])
                 case "tag":
                     return self._tag(form, end)
                 case "triggered_tags" | "token_triggered_tags" | "dispatch" | "token_dispatch":
@@ -284,6 +286,56 @@ class _Writer:
         name = f"{letter}{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {text}")
         return name
+
+
+def _with_one_json(forms: list[Any]) -> list[Any]:
+    """Return alternatives with all that are JSON as one: a lexer would take `{"name": "f"` and `{` for two beginnings."""
+    flat = [*_alternatives(forms)]
+    schemas = {index: schema for index, form in enumerate(flat) if (schema := _schema_of(form)) is not None}
+    if len(schemas) < 2:
+        return flat
+    named = {str(index): _as_resource(schema, index) for index, schema in schemas.items()}
+    choice = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in named], "$defs": named}
+    return [{"type": "json_schema", "json_schema": choice}, *(f for i, f in enumerate(flat) if i not in schemas)]
+
+
+def _alternatives(forms: list[Any]) -> Iterator[Any]:
+    for form in forms:
+        if form.get("type") == "or":
+            yield from _alternatives(form["elements"])
+        else:
+            yield form
+
+
+def _schema_of(form: Any) -> Any:
+    """Return the schema of a form that is JSON, maybe with a part that another schema is for; None if it is not."""
+    if form.get("type") == "json_schema" and form.keys() <= {"type", "json_schema"}:
+        return form["json_schema"]
+    parts = form.get("elements", [])
+    if form.get("type") != "sequence" or [part.get("type") for part in parts] != ["const_string", "json_schema", "const_string"]:
+        return None
+    schema = _schema_of(parts[1])
+    text = parts[0]["value"] + json.dumps(_PLACE) + parts[2]["value"]
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return None if schema is None or json.dumps(value) != text else _schema_around(value, _as_resource(schema, "part"))
+
+
+def _as_resource(schema: Any, name: object) -> Any:
+    """Return a schema for a place in another one: its references are to its own parts."""
+    return {**schema, "$id": f"urn:{name}"} if isinstance(schema, dict) else schema
+
+
+def _schema_around(value: Any, schema: Any) -> Any:
+    """Return the schema of a value in which another schema is for one place."""
+    if value == _PLACE:
+        return schema
+    if not isinstance(value, dict):
+        return {"const": value}
+    properties = {name: _schema_around(part, schema) for name, part in value.items()}
+    return {"type": "object", "properties": properties, "required": [*value], "additionalProperties": False}
 
 
 def _again(piece: _Piece, times: str) -> _Piece:

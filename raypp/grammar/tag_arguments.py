@@ -37,13 +37,13 @@ def arguments_of(schema: Any) -> Form:
     elements: list[Form] = []
     for name, of_value in properties.items():
         content = _content(of_value, f"properties/{name.replace('~', '~0').replace('/', '~1')}", root)
-        part = _sequence(_text("<parameter="), _text(name), _text(">"), content, _BREAK)
+        part = _sequence(_BREAK, _text(f"<parameter={name}>"), content)
         elements.append(part if name in required else {"type": "optional", "content": part})
     rest = schema.get("additionalProperties", False)
     if rest is not False:
         names = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_.-]*"}
         content = _content(rest, "additionalProperties", root)
-        part = _sequence(_text("<parameter="), names, _text(">"), content, _BREAK)
+        part = _sequence(_BREAK, _text("<parameter="), names, _text(">"), content)
         elements.append({"type": "star", "content": part})
     return _sequence(*elements)
 

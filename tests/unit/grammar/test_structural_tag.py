@@ -141,7 +141,7 @@ CASES: list[tuple[str, Form, list[tuple[str | int, ...]], list[tuple[str | int, 
                 "required": ["n"],
             },
         },
-        [("<parameter=n>\na < b\n</parameter>\n<parameter=k>\n1\n</parameter>\n",), ("<parameter=n></parameter>",)],
+        [("<parameter=n>\na < b\n</parameter>\n<parameter=k>\n1\n</parameter>",), ("<parameter=n></parameter>",)],
         [("<parameter=k>1</parameter>",), ("<parameter=n>a</parameter><parameter=k>b</parameter>",)],
     ),
 ]
