@@ -56,8 +56,9 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "$ref": (str, "a text"),
 }
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-_MAX_EXACT = 2**53  # llguidance keeps numbers as doubles
-_MAX_DIGITS = 15
+_MAX_EXACT = 2**53  # llguidance keeps numbers as doubles, and computes them of their digits and a power of ten
+_MAX_BOUND_DIGITS = 10**15 - 1
+_MAX_EXPONENT = 22
 _MAX_REMAINDERS = 2_000  # each has a state of its own, which is tried with every token
 _CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
@@ -152,7 +153,7 @@ def _check_keywords(at: str, schema: dict[str, Any]) -> None:
         if keyword == "enum":
             check_values(at, value)
         if keyword in _BOUNDS and not isinstance(value, bool):
-            _check_number(at, value, _MAX_DIGITS)
+            _check_number(at, value, _MAX_BOUND_DIGITS)
         if keyword == "multipleOf" and not 0 < step_of(value)[0] <= _MAX_REMAINDERS:
             what = f"multipleOf {str(value)[:40]}, which is not above 0 or has more than {_MAX_REMAINDERS:,} remainders"
             raise cannot_be_enforced(at, what)
@@ -185,17 +186,18 @@ def check_values(at: str, values: list[Any]) -> None:
                 if re.search(r"[\x00-\x07\x0b\x0e-\x1f\x7f]", value):
                     raise cannot_be_enforced(at, f"the value {value[:40]!r}, with a control character")
             case int() | float():
-                _check_number(at, value, 17)
+                _check_number(at, value, _MAX_EXACT)
             case dict():
                 check_values(at, [*value, *value.values()])
             case list():
                 check_values(at, value)
 
 
-def _check_number(at: str, value: float, max_digits: int) -> None:
-    digits = Decimal(str(value)).normalize().as_tuple().digits
-    if abs(value) > _MAX_EXACT or (isinstance(value, float) and len(digits) > max_digits):
-        raise cannot_be_enforced(at, f"the number {str(value)[:40]}, which a double does not hold exactly")
+def _check_number(at: str, value: float, most: int) -> None:
+    _, digits, exponent = Decimal(str(value)).as_tuple()
+    assert isinstance(exponent, int)
+    if int("".join(map(str, digits))) > most or abs(exponent) > _MAX_EXPONENT or abs(value) > _MAX_EXACT:
+        raise cannot_be_enforced(at, f"the number {str(value)[:40]}, whose digits llguidance does not keep")
 
 
 def step_of(value: float) -> tuple[int, int]:
