@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
-from math import inf, lcm
+from math import ceil, floor, inf, lcm
 from typing import Any
 
 from raypp.grammar.schema_check import IN_PLACE, cannot_be_enforced, checked, children, is_note, pattern_of, step_of
@@ -90,12 +90,9 @@ class _Writer:
         own = {keyword: value for keyword, value in said.items() if keyword not in (*IN_PLACE, "dependentRequired")}
         num_parts = len(said.get("allOf", ())) + sum(keyword in said for keyword in IN_PLACE if keyword != "allOf")
         is_merged = num_parts + bool(own.keys() & _OF_OBJECTS | own.keys() & _KEYWORDS_OF["array"]) > 1
-        inner = shared
-        if shared is None and is_merged:
+        if shared is None:
             self._check_numbers(schema, at)
-            inner = self._shared_names(schema)
-        elif shared is None:
-            self._check_numbers(own, at)
+        inner = self._shared_names(schema) if shared is None and is_merged else shared
         if not num_parts and shared is None and "type" not in own and own:
             own |= {"type": name for name, keywords in _KEYWORDS_OF.items() if own.keys() <= keywords}
         conjuncts = list[Any]()
@@ -125,10 +122,9 @@ class _Writer:
         for keyword, value in said.items():
             if isinstance(value, float) and value.is_integer() and keyword[:3] in ("min", "max"):
                 out[keyword] = int(value)
-        if isinstance(out.get("exclusiveMinimum"), bool) and out.pop("exclusiveMinimum"):
-            out["exclusiveMinimum"] = out.pop("minimum")
-        if isinstance(out.get("exclusiveMaximum"), bool) and out.pop("exclusiveMaximum"):
-            out["exclusiveMaximum"] = out.pop("maximum")
+        for left_out, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+            if isinstance(out.get(left_out), bool) and out.pop(left_out) and bound in out:
+                out[left_out] = out.pop(bound)
         self._strings(out)
         self._arrays(out, schema, at)
         self._objects(out, schema, at, is_alone=is_alone)
@@ -388,14 +384,13 @@ class _Writer:
         most = max((power for _, power in steps), default=0)
         if len(steps) > 1 and lcm(*(whole * 10 ** (most - power) for whole, power in steps)) > _MAX_REMAINDERS:
             raise cannot_be_enforced(at, f"several multipleOf with more than {_MAX_REMAINDERS:,} remainders")
-        for sign, (left_out, other) in ((1, ("exclusiveMinimum", "aximum")), (-1, ("exclusiveMaximum", "inimum"))):
-            for part in parts:
-                bound = part.get(left_out, 0.5)
-                bound = part.get(left_out[9:].lower(), 0.5) if bound is True else bound
-                others = [value for each in parts for key, value in each.items() if key.endswith(other)]
-                if bound is not False and bound == int(bound) and sign * bound >= 0:
-                    if any(0 < sign * (value - bound) < 1 for value in others if not isinstance(value, bool)):
-                        raise cannot_be_enforced(at, f"{left_out} {bound} less than 1 from the other bound")
+        for ending, other, rounded in (("Minimum", "aximum", floor), ("Maximum", "inimum", ceil)):
+            given = [(part.get(f"exclusive{ending}", False), part.get(ending.lower())) for part in parts]
+            left_out = {plain if bound is True else bound for bound, plain in given if bound is not False}
+            for value in (value for part in parts for key, value in part.items() if key.endswith(other)):
+                bound = rounded(value)
+                if value != bound and bound in left_out and (bound == 0 or (bound > 0) == (rounded is floor)):
+                    raise cannot_be_enforced(at, f"exclusive{ending} {bound} less than 1 from the other bound")
 
     def _types(self, schema: Any) -> frozenset[str]:
         """Return the types of which a schema may accept values."""

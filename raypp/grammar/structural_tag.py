@@ -1,4 +1,4 @@
-"""Structural tags, in xgrammar's documented format, as a grammar of llguidance (its Lark).
+"""Structural tags, in the format that vLLM and SGLang have too, as a grammar of llguidance (its Lark).
 
 llguidance's lexer takes the longest text of a terminal, so `/[a-z]+/ "abc"` would never come to `abc`. Parts that are
 regular are therefore put together into one terminal, and free text that ends at a mark is a lazy one, which ends at

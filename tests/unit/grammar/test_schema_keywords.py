@@ -208,6 +208,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "integer", "allOf": [{"multipleOf": 1999}, {"multipleOf": 1997}]}, "several multipleOf"),
     ({"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 5}, "does not contain a multiple"),
     ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "exclusiveMinimum 0 less than 1 from the other bound"),
+    ({"exclusiveMinimum": 0, "anyOf": [{"exclusiveMaximum": 0.5}, STR]}, "exclusiveMinimum 0 less than 1"),
     ({"allOf": [{"exclusiveMaximum": 0}, {"exclusiveMinimum": -0.5}]}, "exclusiveMaximum 0 less than 1"),
     ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
     ({"type": "string", "pattern": "(a)\\1"}, "backreferences"),
