@@ -152,7 +152,6 @@ def _limit(timeout_s: float) -> None:
 
 def _compile(source: str, vocabulary: Vocabulary) -> bytes:
     try:
-        num_threads = min(MAX_COMPILERS, max(1, (os.cpu_count() or 1) // 2))
         return b"+" + compile_constraint(source, vocabulary).written()
     except RequestError as error:
         return b"-" + json.dumps(error_to_dict(error)).encode()

@@ -60,7 +60,7 @@ _MAX_EXACT = 2**53  # llguidance keeps numbers as doubles, and computes them of 
 _MAX_BOUND_DIGITS = 10**15 - 1
 _MAX_EXPONENT = 22
 _MAX_REMAINDERS = 2_000  # each has a state of its own, which is tried with every token
-_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|$)", re.DOTALL)
 
 
 def checked(root: Any) -> dict[int, Any]:
@@ -153,7 +153,7 @@ def _check_keywords(at: str, schema: dict[str, Any]) -> None:
         if keyword == "enum":
             check_values(at, value)
         if keyword in _BOUNDS and not isinstance(value, bool):
-            _check_number(at, value, _MAX_BOUND_DIGITS)
+            _check_number(at, value, _MAX_EXACT if isinstance(value, int) else _MAX_BOUND_DIGITS)
         if keyword == "multipleOf" and not 0 < step_of(value)[0] <= _MAX_REMAINDERS:
             what = f"multipleOf {str(value)[:40]}, which is not above 0 or has more than {_MAX_REMAINDERS:,} remainders"
             raise cannot_be_enforced(at, what)

@@ -289,7 +289,7 @@ class _Writer:
 
 
 def _with_one_json(forms: list[Any]) -> list[Any]:
-    """Return alternatives with all that are JSON as one: a lexer would take `{"name": "f"` and `{` for two beginnings."""
+    """Return alternatives with all that are JSON as one: to the lexer `{"name": "f"` and `{` are two beginnings."""
     flat = [*_alternatives(forms)]
     schemas = {index: schema for index, form in enumerate(flat) if (schema := _schema_of(form)) is not None}
     if len(schemas) < 2:
@@ -311,8 +311,8 @@ def _schema_of(form: Any) -> Any:
     """Return the schema of a form that is JSON, maybe with a part that another schema is for; None if it is not."""
     if form.get("type") == "json_schema" and form.keys() <= {"type", "json_schema"}:
         return form["json_schema"]
-    parts = form.get("elements", [])
-    if form.get("type") != "sequence" or [part.get("type") for part in parts] != ["const_string", "json_schema", "const_string"]:
+    parts = form.get("elements", []) if form.get("type") == "sequence" else []
+    if [part.get("type") for part in parts] != ["const_string", "json_schema", "const_string"]:
         return None
     schema = _schema_of(parts[1])
     text = parts[0]["value"] + json.dumps(_PLACE) + parts[2]["value"]

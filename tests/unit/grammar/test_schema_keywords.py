@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from grammar_texts import allows, allows_text, compiled, compiled_within_text
+from grammar_texts import allows, allows_text, compiled, compiled_within_text, is_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from structured_schemas import SCHEMAS
@@ -132,6 +132,11 @@ TOGETHER: list[tuple[Any, list[Any], list[Any]]] = [
     (AB | {"dependentRequired": {"a": ["b"]}}, [{}, {"b": ""}, {"a": 1, "b": ""}], [{"a": 1}]),
     (AB | {"dependentSchemas": {"a": {"properties": {"b": False}}}}, [{"a": 1}, {"b": ""}], [{"a": 1, "b": ""}]),
     (AB | {"propertyNames": {"maxLength": 1}}, [{"a": 1}], [{"ab": 1}]),
+    (
+        {"properties": {"a": INT, "bb": INT}, "propertyNames": {"maxLength": 1}, "additionalProperties": STR},
+        [{"a": 1, "c": "x"}],
+        [{"bb": 1}, {"c": 1}, {"cc": "x"}],
+    ),
     ({"propertyNames": {"not": {"const": "ab"}}}, [{"a": 1}], [{"ab": 1}, '{"\\u0061b": 1}']),
     (
         {"type": "object", "patternProperties": {"^x": INT}, "additionalProperties": {"type": "null"}},
@@ -173,7 +178,7 @@ def test_schemas_of_one_value_are_all_kept_to(case: tuple[Any, list[Any], list[A
         assert not (allows_text(grammar, value) if is_text else allows(grammar, value)), value
 
 
-PAIRS = {f"{i}": {"properties": dict.fromkeys("ab", {"$ref": f"#/$defs/{i + 1}"})} for i in range(40)}
+PAIRS = {f"{i}": {"properties": {key: {"$ref": f"#/$defs/{i + 1}"} for key in "ab"}} for i in range(40)}
 
 REFUSED: list[tuple[Any, str]] = [
     ({"items": {"uniqueItems": True}}, "uniqueItems, at #/items"),
@@ -188,10 +193,9 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "array", "not": {"items": INT}}, "items within not"),
     ({"type": "object", "minProperties": 2}, "minProperties counting"),
     (AB | {"maxProperties": 1, "additionalProperties": INT}, "min/maxProperties only supported"),
-    ({"required": ["c"], "propertyNames": {"enum": ["a"]}, "const": {"c": 1}}, "required property 'c' is unsatisfiable"),
-    ({"patternProperties": {"b$": STR}, "propertyNames": {"enum": ["a"]}}, "propertyNames beside patternProperties"),
+    ({"required": ["c"], "propertyNames": {"enum": ["a"]}}, "required property 'c' is unsatisfiable"),
+    ({"patternProperties": {"a": STR}, "propertyNames": {"pattern": "b"}}, "not disjoint"),
     ({"patternProperties": {"^x": INT, "y": STR}}, "not disjoint"),
-    (AB | {"propertyNames": {"maxLength": 1}, "additionalProperties": INT}, "additionalProperties beside propertyNames"),
     ({"propertyNames": {"allOf": []}}, "propertyNames with allOf"),
     ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum .5. is greater than maximum"),
     ({"type": "integer", "enum": ["a"]}, "incompatible types"),
@@ -270,7 +274,7 @@ PATTERNS = [
 def test_a_pattern_is_found_in_what_its_grammar_allows(pattern: str, data: st.DataObject) -> None:
     grammar = compiled({"type": "string", "pattern": pattern})
     found = re.compile(pattern, re.ASCII)
-    text = data.draw(st.one_of(st.from_regex(found), st.text("abcyes19-,.:é[]&~/\\\" ", max_size=6)))
+    text = data.draw(st.one_of(st.from_regex(found), st.text('abcyes19-,.:é[]&~/\\" ', max_size=6)))
     text = "".join(char for char in text if char >= " " and char not in "\u2028\u2029\u0085\u001c\x7f\xa0")
     assert allows_text(grammar, json.dumps(text, ensure_ascii=False)) == bool(found.search(text)), text
 
@@ -285,11 +289,10 @@ def test_lengths_count_characters(least: int, more: int, text: str) -> None:
 def test_numbers_are_written_to_the_last_digit_or_refused(value: float) -> None:
     if not math.isfinite(value) or not value:
         return
-    try:
-        grammar = compiled({"enum": [value, "x"]})
-    except RequestError as error:
-        assert len(repr(value)) > 16 or not 1e-7 < abs(value) < 1e15, error
+    if is_refused({"enum": [value, "x"]}):
+        assert len(repr(value)) > 16 or not 1e-7 < abs(value) < 1e15
         return
+    grammar = compiled({"enum": [value, "x"]})
     assert allows_text(grammar, _plain(value))
     for other in (math.nextafter(value, math.inf), math.nextafter(value, -math.inf)):
         assert not allows_text(grammar, _plain(other))

@@ -190,7 +190,9 @@ def test_what_a_grammar_in_lark_forces_may_be_written_by_any_tokens(options: str
 
 def test_llguidance_lets_no_control_character_into_json() -> None:
     schema = {"type": "string", "pattern": "^[\\s\\S]*$"}
-    text = TextGrammar(1, LlguidanceGrammar(grammar_of(source_of({"json_schema": json.dumps(schema)})), vocabulary()), VOCAB_SIZE, None)
+    text = TextGrammar(
+        1, LlguidanceGrammar(grammar_of(source_of({"json_schema": json.dumps(schema)})), vocabulary()), VOCAB_SIZE, None
+    )
     text.accept(tokenizer().encode(['"'])[0])
     written = vocabulary().text.decoded_vocab
     allowed = [written[token_id] for token_id in tokens_of(next_masks(text, [])[1][0])]
