@@ -38,22 +38,30 @@ _SCHEMAS = frozenset(
     {"items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "propertyNames"}
     | {"not", "if", "then", "else", "contains"}
 )
-_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_COUNTS = (
+    "minItems",
+    "maxItems",
+    "minLength",
+    "maxLength",
+    "minProperties",
+    "maxProperties",
+    "minContains",
+    "maxContains",
+)
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_OTHERS = {"minContains", "maxContains", "dependentRequired", "uniqueItems", "format"}
-_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
-    **dict.fromkeys(_MAPS, (dict, "an object of schemas")),
-    **dict.fromkeys(_LISTS, (list, "a list of schemas")),
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys((*_MAPS, "dependentRequired"), ((dict,), "an object")),
+    **dict.fromkeys(_LISTS, ((list,), "a list of schemas")),
     **dict.fromkeys(_SCHEMAS, ((dict, bool), "a schema")),
     **dict.fromkeys(_COUNTS, ((int, float), f"a whole number from 0 to {MAX_COUNT:,}")),
-    **dict.fromkeys(_BOUNDS, ((int, float), "a number")),
+    **dict.fromkeys(_BOUNDS, ((int, float, bool), "a number")),
     "items": ((dict, bool, list), "a schema"),
     "multipleOf": ((int, float), "a number above 0"),
     "type": ((str, list), "a type, or a list of them"),
-    "enum": (list, "a list of values"),
-    "required": (list, "a list of names"),
-    "pattern": (str, "a regular expression"),
-    "$ref": (str, "a text"),
+    "enum": ((list,), "a list of values"),
+    "required": ((list,), "a list of names"),
+    "uniqueItems": ((bool,), "true or false"),
+    **dict.fromkeys(("pattern", "format", "$ref"), ((str,), "a text")),
 }
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _MAX_EXACT = 2**53  # llguidance keeps numbers as doubles, and computes them of their digits and a power of ten
@@ -135,35 +143,43 @@ def children(schema: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 def _check_keywords(at: str, schema: dict[str, Any]) -> None:
     for keyword, value in schema.items():
-        if is_note(keyword) or keyword in _OTHERS:
+        if is_note(keyword):
             continue
         if keyword == "const":
             check_values(at, [value])
             continue
         if keyword not in _KINDS:
             raise cannot_be_enforced(at, keyword)
-        kind, expected = _KINDS[keyword]
-        is_flag = isinstance(value, bool) and keyword not in _SCHEMAS and not keyword.startswith("exclusive")
-        if not isinstance(value, kind) or is_flag or (keyword in ("anyOf", "oneOf", "enum") and not value):
+        kinds, expected = _KINDS[keyword]
+        is_right = type(value) in kinds
+        if keyword in ("anyOf", "oneOf", "enum"):
+            is_right = is_right and bool(value)
+        if keyword in ("required", "dependentRequired"):
+            names = [value] if keyword == "required" else [*value.values()] if is_right else []
+            is_right = is_right and all(isinstance(each, list) and _are_names(each) for each in names)
+        if keyword in _COUNTS:
+            is_right = is_right and value in range(MAX_COUNT + 1)
+        if not is_right:
             raise cannot_be_enforced(at, f"{keyword} {str(value)[:40]!r}", expected=expected)
-        if keyword in _COUNTS and not (value == int(value) and 0 <= value <= MAX_COUNT):
-            raise cannot_be_enforced(at, f"{keyword} {str(value)[:40]!r}", expected=expected)
-        if keyword == "type":
-            _check_types(at, value)
-        if keyword == "enum":
-            check_values(at, value)
-        if keyword in _BOUNDS and not isinstance(value, bool):
-            _check_number(at, value, _MAX_EXACT if isinstance(value, int) else _MAX_BOUND_DIGITS)
-        if keyword == "multipleOf" and not 0 < step_of(value)[0] <= _MAX_REMAINDERS:
-            what = f"multipleOf {str(value)[:40]}, which is not above 0 or has more than {_MAX_REMAINDERS:,} remainders"
-            raise cannot_be_enforced(at, what)
-        if keyword in ("pattern", "patternProperties"):
-            try:
-                _ = [pattern_of(pattern) for pattern in ([value] if keyword == "pattern" else value)]
-            except ValueError as error:
-                raise cannot_be_enforced(at, str(error)) from None
-        if keyword == "required" and not all(isinstance(name, str) for name in value):
-            raise cannot_be_enforced(at, f"required {str(value)[:40]!r}", expected=expected)
+        match keyword:
+            case "type":
+                _check_types(at, value)
+            case "enum":
+                check_values(at, value)
+            case "multipleOf" if not 0 < step_of(value)[0] <= _MAX_REMAINDERS:
+                what = f"multipleOf {str(value)[:40]}, not above 0 or of more than {_MAX_REMAINDERS:,} remainders"
+                raise cannot_be_enforced(at, what)
+            case "pattern" | "patternProperties":
+                try:
+                    _ = [pattern_of(pattern) for pattern in ([value] if keyword == "pattern" else value)]
+                except ValueError as error:
+                    raise cannot_be_enforced(at, str(error)) from None
+            case _ if keyword in _BOUNDS and not isinstance(value, bool):
+                _check_number(at, value, _MAX_EXACT if isinstance(value, int) else _MAX_BOUND_DIGITS)
+
+
+def _are_names(names: list[Any]) -> bool:
+    return all(isinstance(name, str) for name in names)
 
 
 def _check_types(at: str, value: str | list[Any]) -> None:
@@ -195,15 +211,16 @@ def check_values(at: str, values: list[Any]) -> None:
 
 def _check_number(at: str, value: float, most: int) -> None:
     _, digits, exponent = Decimal(str(value)).as_tuple()
-    assert isinstance(exponent, int)
-    if int("".join(map(str, digits))) > most or abs(exponent) > _MAX_EXPONENT or abs(value) > _MAX_EXACT:
+    is_kept = isinstance(exponent, int) and abs(exponent) <= _MAX_EXPONENT and abs(value) <= _MAX_EXACT
+    if not is_kept or int("".join(map(str, digits))) > most:
         raise cannot_be_enforced(at, f"the number {str(value)[:40]}, whose digits llguidance does not keep")
 
 
 def step_of(value: float) -> tuple[int, int]:
     """Return `multipleOf` as a whole number and by which power of ten it is divided."""
     _, digits, exponent = Decimal(str(value)).normalize().as_tuple()
-    assert isinstance(exponent, int)
+    if not isinstance(exponent, int):
+        return 0, 0  # infinite
     whole = int("".join(map(str, digits)))
     return (whole * 10**exponent, 0) if exponent > 0 else (whole, -exponent)
 

@@ -35,9 +35,11 @@ def rewritten(schema: Any) -> Any:
     Raises:
         RequestError: names the first part that could not be enforced.
     """
-    writer = _Writer(Facts(checked(schema)))
     try:
+        writer = _Writer(Facts(checked(schema)))
         written = writer.write(schema, "#", None)
+    except ValueError as error:
+        raise cannot_be_enforced("#", str(error)) from None
     except RecursionError:
         raise cannot_be_enforced("#", "parts that refer to each other too often") from None
     if written is False:

@@ -15,6 +15,7 @@ from raypp.grammar.schema_check import is_note
 Form = dict[str, Any]
 _END = "</parameter>"
 _BREAK: Form = {"type": "regex", "pattern": "\\n?"}
+_JSON_TYPES = ["object", "array", "number", "boolean", "null"]
 _ANY_TEXT: Form = {"type": "any_text"}
 
 
@@ -52,12 +53,10 @@ def _content(schema: Any, place: str, root: dict[str, Any]) -> Form:
     """Return the form of a value and its end."""
     forms = list[Form]()
     for part in _alternatives(schema, root):
-        said = {} if part is True else {key: value for key, value in part.items() if not is_note(key)}
-        if "enum" in said or "const" in said:
-            texts = [value for value in said.get("enum", [said.get("const")]) if isinstance(value, str)]
-        else:
-            texts = [] if "string" in said.get("type", "string") else None
-        if texts is None or (not texts and said.keys() & {"enum", "const"}):
+        said = {key: value for key, value in part.items() if not is_note(key)} if isinstance(part, dict) else {}
+        has_values = bool(said.keys() & {"enum", "const"})
+        texts = [value for value in said.get("enum", [said.get("const")]) if isinstance(value, str)]
+        if part is False or "string" not in said.get("type", "string") or (has_values and not texts):
             continue  # it is JSON
         if beside := sorted(said.keys() - {"type", "enum", "const", "minLength", "maxLength", "format"}):
             raise ValueError(f"{beside[0]} of a value that may be a text, which is not written as JSON")
@@ -71,7 +70,7 @@ def _content(schema: Any, place: str, root: dict[str, Any]) -> Form:
         else:
             return {"type": "tag", "begin": "", "content": _ANY_TEXT, "end": _END}
     if len(forms) < len([*_alternatives(schema, root)]):
-        value = {"$ref": f"{root['$id']}#/{quote(place)}", "$defs": {"arguments": root}}
+        value = {"$ref": f"{root['$id']}#/{quote(place)}", "type": _JSON_TYPES, "$defs": {"arguments": root}}
         forms.append(_sequence(_BREAK, {"type": "json_schema", "json_schema": value}, _BREAK, _text(_END)))
     return forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
 
