@@ -1,4 +1,4 @@
-"""From a constraint to a compiled grammar. It may take long: see `raypp.grammar.grammar_threads`."""
+"""From a constraint to a grammar in llguidance's form of Lark, and to a compiled one."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import json
 from typing import Any
 
 from raypp.errors import RequestError, page
-from raypp.grammar.compiled_grammar import LARK_MARK, CompiledGrammar, lark_of_schema
-from raypp.grammar.schema_writer import rewritten
+from raypp.grammar.compiled_grammar import CompiledGrammar, CompiledGrammarError
+from raypp.grammar.lark import LARK_MARK, json_rule, lark_of_grammar, literal, one_of, regex
 from raypp.grammar.structural_tag import lark_of_structural_tag
 from raypp.grammar.vocabulary import Vocabulary
 
+_OBJECT = {"type": "object", "additionalProperties": True}
+
 
 def compile_constraint(source: str, vocabulary: Vocabulary) -> CompiledGrammar:
-    """Return the grammar of a constraint.
-
-    JSON is written in one line as Python's json.dumps does: where a grammar allows white space, a model may write
-    nothing else for ever.
+    """Return the grammar of a constraint, ready to be followed.
 
     Args:
         source: `structured_outputs.source_of`.
@@ -25,34 +24,48 @@ def compile_constraint(source: str, vocabulary: Vocabulary) -> CompiledGrammar:
     Raises:
         RequestError: why it cannot be.
     """
+    try:
+        return CompiledGrammar(grammar_of(source), vocabulary)
+    except CompiledGrammarError as error:
+        raise refused(kind_and_value(source)[0], str(error)) from error
+
+
+def grammar_of(source: str) -> str:
+    """Return the grammar of a constraint in llguidance's form of Lark.
+
+    JSON is written in one line as Python's json.dumps does: where a grammar allows white space, a model may write
+    nothing else for ever.
+
+    Args:
+        source: `structured_outputs.source_of`.
+
+    Raises:
+        RequestError: a part that could not be enforced.
+    """
     kind, value = kind_and_value(source)
     try:
-        return CompiledGrammar(_lark(kind, value, vocabulary), vocabulary)
-    except RequestError:
-        raise
+        return _lark(kind, value)
     except RecursionError:
         raise refused(kind, "it is nested too deeply") from None
-    except Exception as error:
-        raise refused(kind, " ".join(str(error).split())[:300] or type(error).__name__) from error
+    except ValueError as error:
+        raise refused(kind, str(error)) from None
 
 
-def _lark(kind: str, value: Any, vocabulary: Vocabulary) -> str:
-    """Return a constraint in llguidance's form of Lark."""
+def _lark(kind: str, value: Any) -> str:
     match kind:
         case "json_schema":
-            return lark_of_schema(rewritten(json.loads(value)))
+            start = f"start: {json_rule(json.loads(value))}"
         case "json_object":
-            return lark_of_schema({"type": "object"})
+            start = f"start: {json_rule(_OBJECT)}"
         case "regex":
-            return f"{LARK_MARK} {{}}\nstart: /{value.replace('/', chr(92) + '/')}/"
+            start = f"start: {regex(value)}"
         case "choice":
-            return f"{LARK_MARK} {{}}\nstart: " + " | ".join(map(json.dumps, value))
+            start = f"start: TEXT\nTEXT: {one_of(map(literal, value))}"
         case "grammar":
-            from llguidance.gbnf_to_lark import any_to_lark
-
-            return value if value.lstrip().startswith(LARK_MARK) else f"{LARK_MARK} {{}}\n{any_to_lark(value)}"
+            start = lark_of_grammar(value)
         case _:
-            return lark_of_structural_tag(json.loads(value), vocabulary.token_id)
+            start = lark_of_structural_tag(json.loads(value))
+    return f"{LARK_MARK} {{}}\n{start}\n"
 
 
 def kind_and_value(source: str) -> tuple[str, Any]:
@@ -65,7 +78,7 @@ def refused(kind: str, reason: str) -> RequestError:
     """Return the error of a constraint that cannot be compiled."""
     return RequestError(
         f"structured_outputs: this {kind} cannot be compiled",
-        got=reason,
+        got=reason[:300],
         expected="one that a grammar can follow",
         hint=f"{page('structured_outputs')} says what is supported",
         param="structured_outputs",

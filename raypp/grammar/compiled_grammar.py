@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from raypp.grammar.lark import LARK_MARK
 from raypp.grammar.vocabulary import Vocabulary
 from raypp.messages import Int32s
 
-_JSON_FORM = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "coerce_one_of": False,
-    "lenient": False,
-    # Without "u": a name that is taken could be written once more with escapes, for any value.
-    "json_allowed_escapes": 'nrbtf\\"',
-}
 _MAX_LEXER_STATES = 50_000  # of 1 to 2 KiB, per text
 _MAX_ITEMS_IN_ROW = 4_000  # ways to go on with a text: four for each optional name of an open object
 # What a grammar takes: 660 real schemas 100 bytes per character, the worst 500.
@@ -29,16 +20,6 @@ class CompiledGrammarError(Exception):
     """A grammar cannot be made, with the reason."""
 
 
-LARK_MARK = "%llguidance"
-"""With it begins a grammar in llguidance's form of Lark."""
-
-
-def lark_of_schema(schema: Any) -> str:
-    """Return the grammar of a schema, as `schema_writer.rewritten` returns it."""
-    written = json.dumps({**({} if schema is True else schema), "x-guidance": _JSON_FORM})
-    return f"{LARK_MARK} {{}}\nstart: %json {written}"
-
-
 class CompiledGrammar:
     """What texts are followed by. May be used from any thread."""
 
@@ -46,7 +27,7 @@ class CompiledGrammar:
         """Compile a grammar, and make its first mask. Holds the GIL for some milliseconds at most.
 
         Args:
-            lark: The grammar, which begins with `LARK_MARK`.
+            lark: The grammar, as `compile.grammar_of` returns it.
             vocabulary: The model's.
 
         Raises:

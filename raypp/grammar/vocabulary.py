@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ class Vocabulary:
     tokenizer: Any  # llguidance's `LLTokenizer`
     vocab_size: int
     stop_token_ids: frozenset[int]
-    _special: Mapping[str, int] = field(repr=False)  # by name
 
     @classmethod
     def of_tokens(cls, tokens: Sequence[bytes], stop_token_ids: Iterable[int]) -> Vocabulary:
@@ -37,12 +36,7 @@ class Vocabulary:
         tokenizer = LLTokenizer(
             TokenizerWrapper(_Tokens(tokens, ends)), eos_token=ends, slices=LLTokenizer.json_slices()
         )
-        special = {name[1:].decode(): token_id for token_id, name in enumerate(tokens) if name[:1] == _SPECIAL}
-        return cls(tokenizer, len(tokens), frozenset(ends), special)
-
-    def token_id(self, name: str) -> int | None:
-        """Return the special token of a name; None if there is none."""
-        return self._special.get(name)
+        return cls(tokenizer, len(tokens), frozenset(ends))
 
 
 @dataclass(frozen=True)

@@ -162,4 +162,4 @@ def test_what_leaves_its_grammar_is_an_error() -> None:
     with pytest.raises(RequestError, match="left its grammar"):
         text_grammar({"regex": "a"}).accept(tokenizer().encode(["b"])[0])
     with pytest.raises(RequestError, match="no token of the model continues"):
-        next_masks(text_grammar({"grammar": "%llguidance {}\nstart: start"}), [])
+        next_masks(text_grammar({"grammar": "root ::= root"}), [])

@@ -23,12 +23,23 @@ WORDS = ["▁", "é", "▁é", "a", "▁b", "10"]
 def first_tokens(vocabulary: Vocabulary, text: str) -> set[int]:
     """Return the tokens that a text may begin with."""
     compiled = compile_constraint(source_of({"choice": [text]}), vocabulary)
-    _, masks = TextGrammar(compiled, None).masks([])
+    return allowed(TextGrammar(compiled, None))
+
+
+def allowed(text: TextGrammar) -> set[int]:
+    """Return the tokens that may come next."""
+    _, masks = text.masks([])
     return set(np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little")).tolist())
 
 
+def special_token(vocabulary: Vocabulary, name: str) -> set[int]:
+    """Return the tokens that a grammar asks for by a name."""
+    compiled = compile_constraint(source_of({"grammar": f"%llguidance {{}}\nstart: {name}"}), vocabulary)
+    return allowed(TextGrammar(compiled, None))
+
+
 def sentencepiece(folder: Path) -> list[str]:
-    """Write a tokenizer as of sentencepiece, with a mark for the space and tokens for single bytes; return its tokens."""
+    """Write a tokenizer as of sentencepiece: a mark for the space, tokens for bytes; return all tokens."""
     tokens = ["</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -59,16 +70,16 @@ def test_added_tokens_are_text_unless_they_are_special() -> None:
     vocabulary = VocabularySource(str(TINY), 4032, (4018, 4020)).load()
     assert 4030 in first_tokens(vocabulary, "<think>")
     assert 4019 not in first_tokens(vocabulary, "<|im_start|>")
-    assert (vocabulary.token_id("<|im_start|>"), vocabulary.token_id("<|none|>")) == (4019, None)
+    assert special_token(vocabulary, "<|im_start|>") == {4019}
 
 
 def test_what_tokenizer_config_says_of_tokens_counts_too(tmp_path: Path) -> None:
     sentencepiece(tmp_path)
-    said = {"added_tokens_decoder": {"260": {"content": "a", "special": True}}}
+    said = {"added_tokens_decoder": {"260": {"content": "<a>", "special": True}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
     vocabulary = VocabularySource(str(tmp_path), 263, (0,)).load()
     assert first_tokens(vocabulary, "a") == {1 + ord("a")}
-    assert vocabulary.token_id("a") == 260
+    assert special_token(vocabulary, "<a>") == {260}
 
 
 def test_other_files_than_tokenizer_json_are_converted(tmp_path: Path) -> None:
