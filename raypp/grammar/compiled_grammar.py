@@ -111,7 +111,7 @@ class Matcher:
 
 def _is_at_a_loss(matcher: Any) -> bool:
     """Return whether a matcher found no token that may come next."""
-    return matcher.is_error() and matcher.get_error().startswith("NoExtensionBias")
+    return bool(matcher.is_error() and matcher.get_error().startswith("NoExtensionBias"))
 
 
 def _check(matcher: Any) -> None:
