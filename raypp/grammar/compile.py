@@ -8,7 +8,7 @@ from typing import Any
 from raypp.errors import RequestError, page
 from raypp.grammar.compiled_grammar import CompiledGrammar, CompiledGrammarError, LlguidanceGrammar
 from raypp.grammar.lark import LARK_MARK, json_rule, lark_of_grammar, literal, one_of, regex
-from raypp.grammar.structural_tag import TokenId, lark_of_structural_tag
+from raypp.grammar.structural_tag import lark_of_structural_tag
 from raypp.grammar.vocabulary import Vocabulary
 
 _OBJECT = {"type": "object", "additionalProperties": True}
@@ -30,7 +30,7 @@ def compile_constraint(source: str, vocabulary: Vocabulary) -> CompiledGrammar:
         raise refused(kind_and_value(source)[0], str(error)) from error
 
 
-def grammar_of(source: str, token_id: TokenId = lambda _: None) -> str:
+def grammar_of(source: str) -> str:
     """Return the grammar of a constraint in llguidance's form of Lark.
 
     JSON is written in one line as Python's json.dumps does: where a grammar allows white space, a model may write
@@ -38,21 +38,20 @@ def grammar_of(source: str, token_id: TokenId = lambda _: None) -> str:
 
     Args:
         source: `structured_outputs.source_of`.
-        token_id: Returns the number of the special token of a name; None if there is none.
 
     Raises:
         RequestError: a part that could not be enforced.
     """
     kind, value = kind_and_value(source)
     try:
-        return _lark(kind, value, token_id)
+        return _lark(kind, value)
     except RecursionError:
         raise refused(kind, "it is nested too deeply") from None
     except ValueError as error:
         raise refused(kind, str(error)) from None
 
 
-def _lark(kind: str, value: Any, token_id: TokenId) -> str:
+def _lark(kind: str, value: Any) -> str:
     match kind:
         case "json_schema":
             start = f"start: {json_rule(json.loads(value))}"
@@ -65,7 +64,7 @@ def _lark(kind: str, value: Any, token_id: TokenId) -> str:
         case "grammar":
             start = lark_of_grammar(value)
         case _:
-            start = lark_of_structural_tag(json.loads(value), token_id)
+            start = lark_of_structural_tag(json.loads(value))
     return f"{LARK_MARK} {{}}\n{start}\n"
 
 

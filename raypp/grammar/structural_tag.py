@@ -8,7 +8,7 @@ the first. What follows free text otherwise must be a special token: texts do no
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,6 @@ from raypp.grammar.lark import json_rule, lark_of_grammar, literal, one_of, rege
 from raypp.grammar.tag_arguments import arguments_of
 
 _ANY = "/(?s:.*)/"
-TokenId = Callable[[str], int | None]
-
 _PLACE = "\0"  # no constant of a schema holds it
 _ENDLESS = ("triggered_tags", "token_triggered_tags", "dispatch", "token_dispatch")
 
@@ -44,19 +42,18 @@ class _End:
         return _Piece(one_of(map(literal, self.texts)))
 
 
-def lark_of_structural_tag(tag: Any, token_id: TokenId) -> str:
+def lark_of_structural_tag(tag: Any) -> str:
     """Return the rules of a structural tag.
 
     Args:
         tag: `{"type": "structural_tag", "format": {...}}`.
-        token_id: Returns the number of the special token of a name; None if there is none.
 
     Raises:
         RequestError: it is none, or has something that llguidance cannot express; says what.
     """
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag" or not isinstance(tag.get("format"), dict):
         raise _refused(tag, "it is not a dict with type structural_tag and a format")
-    writer = _Writer(token_id)
+    writer = _Writer()
     piece = writer.form(tag["format"], None)
     start = writer.rule_of(piece)
     return "\n".join([f"start: {start}", *writer.rules])
@@ -66,7 +63,6 @@ def lark_of_structural_tag(tag: Any, token_id: TokenId) -> str:
 class _Writer:
     """Writes a form as an expression, and what it needs as rules."""
 
-    token_id: TokenId
     rules: list[str] = field(default_factory=list)
 
     def form(self, form: Any, end: _End | None) -> _Piece:
@@ -243,10 +239,9 @@ class _Writer:
         return _Piece((f"<[^{numbers}]>" if numbers else "<[*]>") + times, is_regular=False, is_open=bool(times))
 
     def _token(self, token: Any) -> str:
-        number = self.token_id(token) if isinstance(token, str) else token
-        if not isinstance(number, int):
-            raise _refused(token, f"the model has no special token {token!r}")
-        return f"<[{number}]>"
+        if not isinstance(token, int):
+            raise _refused(token, f"the token {token!r}, which is not given by its number, is not supported")
+        return f"<[{token}]>"
 
     def _joined(self, pieces: Iterable[_Piece]) -> _Piece:
         """Return parts one after the other; those in a row that are regular as one terminal."""

@@ -15,7 +15,6 @@ from raypp.structured_outputs import source_of
 
 END, FIRST, SECOND = 256, 257, 258
 """The token that ends a text, and two special ones; below them each byte is a token."""
-NAMES = {"<first>": FIRST, "<second>": SECOND}
 
 
 class _Bytes:
@@ -41,7 +40,7 @@ def matcher_of(constraint: dict[str, Any], tokens: LLTokenizer | None = None) ->
     Raises:
         RequestError: the constraint cannot be compiled.
     """
-    lark = grammar_of(source_of(constraint), NAMES.get)
+    lark = grammar_of(source_of(constraint))
     grammar = LLMatcher.grammar_from_lark(f'{lark}\n%llguidance {{"no_forcing": true}}')
     matcher = LLMatcher(tokens or byte_tokens(), grammar, log_level=0)
     if matcher.is_error():
