@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from raypp.errors import RayppError
 from raypp.grammar.compile import kind_and_value, refused
 from raypp.grammar.compiled_grammar import CompiledGrammar
-from raypp.grammar.grammar_threads import MAX_COMPILERS, CompileJob, GrammarBackend
+from raypp.grammar.grammar_threads import MAX_COMPILERS, CompileJob, GrammarBackend, GrammarCompileJob
 from raypp.structured_outputs import source_of
 
 _MAX_KEPT_BYTES = 512 << 20
@@ -86,7 +86,8 @@ class Constraints(Generic[T]):
         while self._queue and len(self._compiling) < MAX_COMPILERS:
             constraint = self._queue.popleft()
             if constraint.waiting:
-                job = CompileJob(source_of(dict(constraint.value)))
+                source = source_of(dict(constraint.value))
+                job = (GrammarCompileJob if "grammar" in source else CompileJob)(source)
                 self._compiling[job] = constraint
                 self._backend.submit(job)
             else:

@@ -86,6 +86,10 @@ class CompileJob(Job):
         self.compiled = compile_constraint(self.source, loaded)
 
 
+class GrammarCompileJob(CompileJob):
+    """The same for what a user wrote as a grammar, or may have: that can take llguidance minutes."""
+
+
 class MaskJob(Job):
     """Go on with a text, and make the masks behind it. A text is in one such job at a time."""
 
@@ -150,7 +154,12 @@ class GrammarThreads:
     def __init__(self, source: VocabularySource) -> None:
         """Begin to load a vocabulary; make this before anything runs that must not stand still for a second."""
         num_makers = min(max(2, (os.cpu_count() or 1) // 2), _MAX_MASK_MAKERS)
-        sizes: dict[type[Job], int] = {CompileJob: MAX_COMPILERS, MaskJob: num_makers, SlowMaskJob: _NUM_SLOW_MAKERS}
+        sizes: dict[type[Job], int] = {
+            CompileJob: MAX_COMPILERS,
+            GrammarCompileJob: MAX_COMPILERS,
+            MaskJob: num_makers,
+            SlowMaskJob: _NUM_SLOW_MAKERS,
+        }
         self._pools = {kind: _Pool(size) for kind, size in sizes.items()}
         self._done: deque[Job] = deque()
         self._lock = threading.Lock()  # of what jobs have become, and of the descriptor
