@@ -164,7 +164,8 @@ class _Rules:
             if kind == "times" or (kind == "sign" and text in "*+?"):
                 if not parts or max(map(int, re.findall(r"\d+", text)), default=0) > MAX_COUNT:
                     raise ValueError(f"{text} behind nothing, or more than {MAX_COUNT:,} times")
-                parts[-1] = f"({parts[-1]}){re.sub(r'[ ]', '', text)}"
+                times = "".join(text.split())
+                parts[-1] = '""' if re.fullmatch(r"\{(0+,)?0+\}", times) else f"({parts[-1]}){times}"
             elif kind == "sign" and text == "(":
                 parts.append(f"({self._choice()})")
                 if self._next() != ("sign", ")"):

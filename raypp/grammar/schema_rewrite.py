@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import combinations
-from math import ceil, floor, lcm
+from math import ceil, comb, floor, inf, lcm
 from typing import Any
 
 from raypp.grammar.schema_check import IN_PLACE, cannot_be_enforced, checked, is_note, pattern_of, step_of
@@ -27,6 +27,7 @@ _KEYWORDS_OF = {
 }
 _OPEN = _OF_OBJECTS - {"properties", "patternProperties"}
 _MAX_REMAINDERS = 10_000
+_MAX_ALTERNATIVES = 100
 
 
 def rewritten(schema: Any) -> Any:
@@ -132,7 +133,7 @@ class _Writer:
                 out[keyword] = self.write(value, place, _of_child(shared, None))
             elif keyword == "additionalProperties":
                 out[keyword] = self.write(value, place, rest)
-        return out
+        return _counted(out)
 
     @staticmethod
     def _strings(out: dict[str, Any]) -> None:
@@ -160,20 +161,17 @@ class _Writer:
         if rest is not None and not schema.keys() & {*IN_PLACE}:
             out.setdefault("additionalProperties", rest)
         properties, patterns = out.get("properties", {}), out.get("patternProperties", {})
-        if is_alone and (properties or patterns):
-            out.setdefault("additionalProperties", False)
+        required = out.get("required", [])
+        if is_alone and (properties or patterns) and "additionalProperties" not in out:
+            out["additionalProperties"] = False
+            if not patterns:
+                out["properties"] = {**properties, **{name: True for name in required if name not in properties}}
         if len(patterns) > 1 and len({json.dumps(part, sort_keys=True) for part in patterns.values()}) == 1:
             out["patternProperties"] = {"|".join(f"(?:{each})" for each in patterns): next(iter(patterns.values()))}
-        required = out.get("required", [])
-        if out.get("additionalProperties") is False and not patterns and is_alone:
-            if "additionalProperties" not in schema:
-                out["properties"] = {**properties, **{name: True for name in required if name not in properties}}
-            if out.get("minProperties", 0) == len(out.get("properties", ())):
-                required = out["required"] = list(out.get("properties", ()))
         if out.get("minProperties", 0) <= len(set(required)):
             out.pop("minProperties", None)
         is_closed = out.get("additionalProperties") is False and not out.get("patternProperties")
-        if out.get("minProperties", 0) > 1 and not is_closed:
+        if out.get("minProperties", 0) > 1 and not is_closed:  # see `_counted` for the others
             # A name may be written twice, and counts once.
             raise cannot_be_enforced(at, "minProperties counting properties without a name in the schema")
 
@@ -305,6 +303,27 @@ class _Writer:
                 bound = rounded(value)
                 if value != bound and bound in left_out and (bound == 0 or (bound > 0) == (rounded is floor)):
                     raise cannot_be_enforced(at, f"exclusive{ending} {bound} less than 1 from the other bound")
+
+
+def _counted(out: dict[str, Any]) -> dict[str, Any]:
+    """Return an object whose optional names are counted as alternatives, each with some of them."""
+    properties, required = out.get("properties", {}), out.get("required", [])
+    optional = [name for name, part in properties.items() if name not in required and part is not False]
+    least = out.get("minProperties", 0) - len(required)
+    most = min(out.get("maxProperties", inf) - len(required), len(optional))
+    is_closed = out.get("additionalProperties") is False and not out.get("patternProperties")
+    if not is_closed or not optional or (least <= 0 and most == len(optional)) or most < max(least, 0):
+        return out
+    least, most = max(least, 0), int(most)
+    if comb(len(optional), most) * comb(most, least) > _MAX_ALTERNATIVES:
+        return out
+    rest = {key: value for key, value in out.items() if key not in ("minProperties", "maxProperties")}
+    several = [
+        {**rest, "properties": {name: part for name, part in properties.items() if name in {*required, *some}},
+         "required": [*required, *musts]}
+        for some in combinations(optional, most) for musts in combinations(some, least)
+    ]  # fmt: skip
+    return {"anyOf": several}
 
 
 def _any_of(schemas: Iterable[Any]) -> Any:

@@ -40,6 +40,7 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ),
     ({"grammar": '# head\nroot ::= (\n "a" | [\\x41-\\u0043\\U0001F600] )* '}, ["", "aABC😀"], ["D"]),
     ({"grammar": 'root ::= "[]" [\\d_-] "\\\\" "\\n" {2}'}, ["[]3\\\n\n", "[]-\\\n\n"], ["[]a\\\n\n", "[]3\\\n"]),
+    ({"grammar": 'root ::= "a"{0} "b"{ 0 , 2 }[c]{0,0}'}, ["", "bb"], ["a", "c", "bbb"]),
     ({"grammar": 'root ::= root | "a"'}, ["a"], ["", "aa"]),
     ({"grammar": 'root ::= a-b\na-b ::= "x" c.d\nc.d ::= "é" root | "y"'}, ["xy", "xéxy"], ["x", "xéx"]),
     ({"grammar": JSON}, ['{"a": [1, 2.5, "x\\n"], "b": {}}'], ['{"a": }', '{"a": "\n"}']),

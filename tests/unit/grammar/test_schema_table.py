@@ -72,10 +72,10 @@ ROWS = [
     Row("`unevaluatedProperties`", "beside `allOf`, `$ref` and keywords of objects",
         [{"allOf": [OPEN], "unevaluatedProperties": False}],
         "beside `anyOf`, `oneOf`, `if`, `dependentSchemas`", ({"anyOf": [A, B], "unevaluatedProperties": False},)),
-    Row("`minProperties`, `maxProperties`", "where no property has a name in the schema, up to a minimum of 1; "
-        "a minimum or a maximum of 1 where all have one; where the required ones are enough",
+    Row("`minProperties`, `maxProperties`", "where all properties have a name in the schema, in up to 100 ways "
+        "or of 1; where none has, up to a minimum of 1; where the required ones are enough",
         [{"type": "object", "minProperties": 1, "maxProperties": 7, "additionalProperties": INT},
-         {"properties": {"a": INT, "b": INT}, "minProperties": 1}, OPEN | A | {"minProperties": 1}],
+         {"properties": {"a": INT, "b": INT, "c": INT}, "minProperties": 2}, OPEN | A | {"minProperties": 1}],
         "others", ({"type": "object", "minProperties": 2}, OPEN | {"maxProperties": 1})),
     Row("`items`, `prefixItems`, `additionalItems`, `minItems`, `maxItems`", "all, up to 20,000 items",
         [{"prefixItems": [INT], "items": STR, "minItems": 2}, {"items": [INT], "additionalItems": False}],
