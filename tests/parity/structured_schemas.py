@@ -90,8 +90,8 @@ SCHEMAS: dict[str, Any] = {
         "additionalProperties": SMALL,
         "maxProperties": 3,
     },
-    "at most one": {**_object([], a=SMALL, b=SMALL, c=SMALL), "maxProperties": 1},
-    "at least one": {**_object([], a=SMALL, b=SMALL, c=SMALL), "minProperties": 1},
+    "at most two": {**_object([], a=SMALL, b=SMALL, c=SMALL), "maxProperties": 2},
+    "at least two": {**_object([], a=SMALL, b=SMALL, c=SMALL), "minProperties": 2},
     "untyped object": {"properties": {"a": SMALL}, "required": ["a"], "additionalProperties": False},
     # combinations
     "any of scalars": {"anyOf": [SMALL, FLAG, {"type": "null"}]},
