@@ -25,6 +25,7 @@ JSON_FORM: Mapping[str, Any] = {
 }
 """How JSON is written."""
 
+_MAX_LEVELS = 1_500  # of 3 KiB of stack each
 _LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|%json\s*')
 _EBNF_TOKEN = re.compile(
     r"""\s+ | \#[^\n]* | (?P<rule>[^\W\d][\w.-]*)\s*::= | (?P<name>[^\W\d][\w.-]*) | (?P<text>"(?:\\.|[^"\\\n])*")
@@ -91,17 +92,33 @@ def lark_of_grammar(text: str) -> str:
         ValueError: it is no EBNF.
     """
     if not text.lstrip().startswith(LARK_MARK):
-        return _lark_of_ebnf(text)
-    pieces, at = list[str](), 0
+        lark = _lark_of_ebnf(text)
+        _check_depth(_LARK_TOKEN.sub("", lark))
+        return lark
+    pieces, plain, at = list[str](), list[str](), 0
     while found := _LARK_TOKEN.search(text, at):
         pieces.append(text[at : found.start()])
+        plain.append(pieces[-1])
         at = found.end()
         if not found[0].startswith("%json"):
             pieces.append(found[0])
             continue
         schema, at = json.JSONDecoder().raw_decode(text, at)
         pieces.append(json_rule(schema))
+    _check_depth("".join([*plain, text[at:]]))
     return "".join([*pieces, text[at:]])
+
+
+def _check_depth(plain: str) -> None:
+    """Refuse rules that llguidance might follow too deeply: its stack would overflow, which ends the process."""
+    levels = depth = most = 0
+    for sign in re.findall(r"[:()\[\]{}]", plain):
+        depth += (sign in "([{") - (sign in ")]}")
+        most = max(most, depth)
+        if sign == ":":
+            levels, most = levels + 1 + most, depth
+    if levels + most > _MAX_LEVELS:
+        raise ValueError(f"its rules, each with its brackets, are {levels + most:,} levels, at most {_MAX_LEVELS:,}")
 
 
 def _lark_of_ebnf(text: str) -> str:

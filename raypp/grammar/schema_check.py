@@ -20,6 +20,7 @@ from raypp.errors import RequestError, page
 
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_NODES = 20_000
+MAX_PROPERTIES = 3_000  # llguidance takes a second for these, and four times as long for twice as many
 MAX_COUNT = 20_000
 """The largest length, and number of items or properties."""
 
@@ -50,7 +51,7 @@ _COUNTS = (
 )
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    **dict.fromkeys((*_MAPS, "dependentRequired"), ((dict,), "an object")),
+    **dict.fromkeys((*_MAPS, "dependentRequired"), ((dict,), f"an object of at most {MAX_PROPERTIES:,} names")),
     **dict.fromkeys(_LISTS, ((list,), "a list of schemas")),
     **dict.fromkeys(_SCHEMAS, ((dict, bool), "a schema")),
     **dict.fromkeys(_COUNTS, ((int, float), f"a whole number from 0 to {MAX_COUNT:,}")),
@@ -59,7 +60,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "multipleOf": ((int, float), "a number above 0"),
     "type": ((str, list), "a type, or a list of them"),
     "enum": ((list,), "a list of values"),
-    "required": ((list,), "a list of names"),
+    "required": ((list,), f"a list of at most {MAX_PROPERTIES:,} names"),
     "uniqueItems": ((bool,), "true or false"),
     **dict.fromkeys(("pattern", "format", "$ref"), ((str,), "a text")),
 }
@@ -157,6 +158,8 @@ def _check_keywords(at: str, schema: dict[str, Any]) -> None:
         if keyword in ("required", "dependentRequired"):
             names = [value] if keyword == "required" else [*value.values()] if is_right else []
             is_right = is_right and all(isinstance(each, list) and _are_names(each) for each in names)
+        if keyword in (*_MAPS, "required"):
+            is_right = is_right and len(value) <= MAX_PROPERTIES
         if keyword in _COUNTS:
             is_right = is_right and value in range(MAX_COUNT + 1)
         if not is_right:

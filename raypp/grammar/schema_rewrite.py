@@ -16,7 +16,7 @@ from itertools import combinations
 from math import ceil, comb, floor, inf, lcm
 from typing import Any
 
-from raypp.grammar.schema_check import IN_PLACE, cannot_be_enforced, checked, is_note, pattern_of, step_of
+from raypp.grammar.schema_check import IN_PLACE, cannot_be_enforced, checked, children, is_note, pattern_of, step_of
 from raypp.grammar.schema_facts import Facts, lacking, other_words
 
 _FORMATS = frozenset({"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"})
@@ -28,6 +28,7 @@ _KEYWORDS_OF = {
 _OPEN = _OF_OBJECTS - {"properties", "patternProperties"}
 _MAX_REMAINDERS = 10_000
 _MAX_ALTERNATIVES = 100
+MAX_LEVELS = 400  # of 5 KiB of stack each
 
 
 def rewritten(schema: Any) -> Any:
@@ -39,13 +40,34 @@ def rewritten(schema: Any) -> Any:
     try:
         writer = _Writer(Facts(checked(schema)))
         written = writer.write(schema, "#", None)
+        while writer.pending:
+            name, target, at, shared = writer.pending.pop()
+            writer.definitions[name] = writer.write(target, at, shared)
     except ValueError as error:
         raise cannot_be_enforced("#", str(error)) from None
     except RecursionError:
         raise cannot_be_enforced("#", "parts that refer to each other too often") from None
+    _check_depth(written, writer.definitions)
     if written is False:
         raise cannot_be_enforced("#", "a schema that accepts no value")
     return {**({} if written is True else written), **({"$defs": writer.definitions} if writer.definitions else {})}
+
+
+def _check_depth(written: Any, definitions: dict[str, Any]) -> None:
+    """Refuse what llguidance would follow too deeply: its stack would overflow, which ends the process."""
+    waiting, seen = [(written, 0)], set[str]()
+    while waiting:
+        schema, depth = waiting.pop()
+        if depth > MAX_LEVELS:
+            raise cannot_be_enforced("#", f"references to references, more than {MAX_LEVELS} levels deep")
+        if isinstance(schema, bool):
+            continue
+        below = [child for _, _, child in children(schema)]
+        name = schema.get("$ref", "").rpartition("/")[2]
+        if name and name not in seen:
+            seen.add(name)
+            below.append(definitions[name])
+        waiting += [(child, depth + 1) for child in reversed(below)]
 
 
 class _Every:
@@ -64,6 +86,8 @@ _Shared = frozenset[str | None] | _Every | None
 class _Writer:
     facts: Facts
     definitions: dict[str, Any] = field(default_factory=dict)
+    pending: list[tuple[str, Any, str, _Shared]] = field(default_factory=list)
+    """What is to be written as definitions: name, schema, place, and what others speak of."""
     _names: dict[tuple[int, _Shared], str] = field(default_factory=dict)
 
     def write(self, schema: Any, at: str, shared: _Shared) -> Any:
@@ -239,8 +263,7 @@ class _Writer:
         key = (id(target), shared)
         if key not in self._names:
             self._names[key] = f"{len(self._names)}"
-            self.definitions[self._names[key]] = True
-            self.definitions[self._names[key]] = self.write(target, schema["$ref"], shared)
+            self.pending.append((self._names[key], target, schema["$ref"], shared))
         return {"$ref": f"#/$defs/{self._names[key]}"}
 
     def _one_of(self, branches: list[Any], at: str, shared: _Shared) -> Any:

@@ -70,6 +70,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "root ::= []"}, r"\[\] without a character"),
     ({"grammar": 'root ::= * "a"'}, "behind nothing"),
     ({"grammar": 'root ::= "a"{99999}'}, "more than 20,000 times"),
+    (
+        {"grammar": "root ::= r0\n" + "".join(f'r{i} ::= "a" r{i + 1}\n' for i in range(3000)) + 'r3000 ::= root "b"'},
+        "levels",
+    ),
+    ({"grammar": "%llguidance {}\nstart: r0\n" + "".join(f'r{i}: "a" r{i + 1}\n' for i in range(3000))}, "levels"),
     ({"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000}, "nested too deeply"),
     ({"grammar": '%llguidance {}\nstart: %json {"multipleOf": 1000003}'}, "multipleOf 1000003"),
     ({"grammar": "%llguidance {}\nstart: missing"}, "missing"),

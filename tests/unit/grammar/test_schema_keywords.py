@@ -230,7 +230,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"anyOf": [{"$ref": "#"}, {"type": "null"}], "minimum": 1}, "leads back to itself"),
     ({"not": 3}, "not '3'"),
     ({"dependentRequired": {"a": "b"}}, "dependentRequired .*an object"),
-    ({"required": [1]}, "required .*a list of names"),
+    ({"required": [1]}, "required .*a list of at most 3,000 names"),
+    ({"properties": {f"{i}": {} for i in range(3001)}}, "properties .*an object of at most 3,000 names"),
     ({"minItems": -1}, "minItems '-1'"),
     ({"minItems": True}, "minItems 'True'"),
     ({"minimum": "a"}, "minimum 'a'"),
@@ -247,6 +248,13 @@ REFUSED: list[tuple[Any, str]] = [
 def test_what_would_not_be_enforced_is_refused_by_name(schema: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         compiled(schema)
+
+
+def test_definitions_may_refer_to_one_another_in_a_long_row_that_no_stack_overflows() -> None:
+    row = {f"{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/{i + 1}"}}} for i in range(1500)}
+    assert allows(compiled({"$defs": row | {"1500": INT}, "$ref": "#/$defs/1350"}), {"a": {"a": {}}})
+    with pytest.raises(RequestError, match="more than 400 levels deep"):
+        compiled({"$defs": row | {"1500": INT}, "$ref": "#/$defs/0"})
 
 
 def test_parts_that_nothing_refers_to_are_not_looked_at() -> None:
