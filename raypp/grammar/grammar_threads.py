@@ -34,7 +34,7 @@ MAX_COMPILERS = 4
 _MAX_MASK_MAKERS, _NUM_SLOW_MAKERS = 8, 4
 _LOAD_TIMEOUT_S = 300.0  # of a tokenizer on a slow disk
 _END_TIMEOUT_S = 1.0
-_STACK_BYTES = 1 << 30  # reserved, not taken: llguidance needs up to 16 KiB for each rule that is within another
+_STACK_BYTES = 1 << 28  # reserved, not taken: llguidance needs up to 16 KiB for each rule that is within another
 _LOWEST_PRIORITY = 19
 
 Advance = tuple[int, Sequence[int], Sequence[int]]

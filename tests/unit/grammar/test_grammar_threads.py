@@ -15,6 +15,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.errors import RequestError
 from raypp.grammar import grammar_threads
 from raypp.grammar.compile import compile_constraint
+from raypp.grammar.compiled_grammar import CompiledGrammar
 from raypp.grammar.grammar_threads import MAX_COMPILERS, CompileJob, GrammarThreads, Job, MaskJob, SlowMaskJob
 from raypp.grammar.text_grammar import TextGrammar
 from raypp.grammar.vocabulary import Vocabulary, VocabularySource
@@ -259,9 +260,19 @@ def test_close_ends_the_threads_and_begins_nothing(monkeypatch: pytest.MonkeyPat
         assert not thread.is_alive()
 
 
-def test_rules_within_rules_take_no_more_stack_than_a_thread_has(threads: GrammarThreads) -> None:
-    rules = "\n".join(f'r{index}: r{index + 1} "x"?' for index in range(8_000))
-    job = CompileJob(source(grammar=f'%llguidance {{}}\nstart: r0\n{rules}\nr8000: "a"'))
+class DeepJob(CompileJob):
+    """A job that compiles a grammar without asking how deep it is."""
+
+    def do(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        self.compiled = CompiledGrammar(self.source, vocabulary())
+
+
+def test_rules_within_rules_take_no_more_stack_than_a_thread_has(
+    threads: GrammarThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(threads._pools, DeepJob, threads._pools[CompileJob])
+    rules = "\n".join(f'r{index}: r{index + 1} "x"?' for index in range(6_000))
+    job = DeepJob(f'%llguidance {{}}\nstart: r0\n{rules}\nr6000: "a"')
     threads.submit(job)
     assert done(threads, 1) == [job]
     assert job.error is None
