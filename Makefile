@@ -77,12 +77,10 @@ $(INSTALLED_DOCS): $(INSTALLED)
 	$(PIP) $(EDITABLE) ".[docs]"
 	@touch $@
 
-# Without the libraries for structured outputs: xgrammar brings Triton, which is as large as torch. Bytecode is not made of
-# every file, which takes half a minute, but by the run, of what it imports.
+# Bytecode is not made of every file, which takes half a minute, but by the run, of what it imports.
 $(INSTALLED_DEMO): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing what text needs into .venv: half a minute to two minutes, once."
-	sed -n '/^dependencies = /,/^]/s/^  "\([^"]*\)".*/\1/p' pyproject.toml \
-	  | grep -vE '^(xgrammar|llguidance)' > .venv/demo.txt
+	sed -n '/^dependencies = /,/^]/s/^  "\([^"]*\)".*/\1/p' pyproject.toml > .venv/demo.txt
 	$(PIP) --no-compile --requirement .venv/demo.txt
 	$(PIP) --no-compile --no-deps --no-build-isolation $(EDITABLE) .
 	@touch $@

@@ -26,9 +26,9 @@ FIRST_TEXT_TOKEN, LAST_TEXT_TOKEN = 260, 500  # ordinary tokens of tiny-vl
 # Every word may be cut into words in many ways: 2 ** 2,000 of them.
 AMBIGUOUS_GRAMMAR = "root ::= item{0,2000}\nitem ::= [a-z]+ | [a-z]+ [a-z]* | ([a-z]* [a-z]*){0,50}"
 
-# Each of many rules is a large automaton of its own: xgrammar takes minutes, and is ended at its deadline.
-_RULES = [f"r{index} ::= ([a-z]* [a-z]* [a-z]*){{0,50}} [0-9]{{{index}}}" for index in range(800)]
-SLOW_GRAMMAR = "\n".join(["root ::= " + " | ".join(f"r{index}" for index in range(len(_RULES))), *_RULES])
+# Rules within rules: llguidance finds that they are too many, and takes seconds to say where.
+_RULES = [f'T{index}: T{index + 1} "x"?' for index in range(1450)]
+SLOW_GRAMMAR = "\n".join(["%llguidance {}", "start: T0", *_RULES, 'T1450: "a"'])
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def refused_attacks(max_model_len: int, dripping_url: str) -> list[Attack]:
 def slow_grammar() -> Attack:
     """Return what keeps a compiler busy until its deadline, and is refused then."""
     return Attack(
-        "a grammar that compiles for minutes", CHAT, _chat("hello", structured_outputs={"grammar": SLOW_GRAMMAR})
+        "a grammar that compiles for seconds", CHAT, _chat("hello", structured_outputs={"grammar": SLOW_GRAMMAR})
     )
 
 

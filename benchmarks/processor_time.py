@@ -16,17 +16,9 @@ def processor_ms(ids: dict[str, Any]) -> dict[str, float]:
     """
     names = {os.getpid(): "client", ids["driver"]: "driver"}
     names |= {process_id: f"stage {index}" for index, process_id in enumerate(ids["stages"])}
-    names |= {process_id: "grammar" for process_id in _grammar_processes(ids["driver"])}
-    spent = dict.fromkeys([*names.values(), "grammar"], 0.0)
+    spent = dict.fromkeys(names.values(), 0.0)
     for process_id, name in names.items():
         for thread in Path(f"/proc/{process_id}/task").iterdir():
             with suppress(FileNotFoundError):  # it has just ended
                 spent[name] += int((thread / "schedstat").read_text().split()[0]) / 1e6
     return spent
-
-
-def _grammar_processes(driver: int) -> list[int]:
-    """Return the driver's child that follows grammars, if it was started."""
-    children = Path(f"/proc/{driver}/task").glob("*/children")
-    ids = [int(child) for of_thread in children for child in of_thread.read_text().split()]
-    return [child for child in ids if b"raypp.grammar" in Path(f"/proc/{child}/cmdline").read_bytes()]

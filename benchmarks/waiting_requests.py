@@ -43,12 +43,13 @@ from raypp.client_messages import (
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine_loop import Engine
 from raypp.driver.failure_reports import FailureReports
-from raypp.driver.grammar_process import GrammarEvent
+from raypp.driver.grammars import Grammars
 from raypp.driver.item_encoders import ItemEvent
 from raypp.driver.open_requests import OpenRequests
 from raypp.driver.server import DriverServer, open_client_socket, spare_the_collector
 from raypp.driver.stage_health import StageHealth
-from raypp.grammar.grammar_messages import Compiled, CompileGrammar, GrammarOrder, Ready, key_of
+from raypp.grammar.grammar_threads import Job
+from raypp.grammar.vocabulary import Vocabulary
 from raypp.messages import StepPlan, StepResult, pack, unpack
 from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.scheduler.limits import SchedulerLimits
@@ -106,31 +107,27 @@ class Load:
 class _AnsweringGrammars:
     """A `GrammarBackend` that compiles everything at once. Whoever waits has no row, and needs no masks."""
 
-    compile_timeout_s = 20.0
-
     def __init__(self) -> None:
-        self._events: list[GrammarEvent] = [Ready()]
+        self._vocabulary = Vocabulary.of_tokens([*(bytes([byte]) for byte in range(255)), b""], [255])
+        self._done: list[Job] = []
         self.is_held_up = False
         """Whether it says nothing for now."""
 
-    def send(self, order: GrammarOrder) -> None:
-        if isinstance(order, CompileGrammar):
-            self._events.append(Compiled(key_of(order.source)))
+    def submit(self, job: Job) -> None:
+        job.run(lambda: self._vocabulary)
+        self._done.append(job)
 
-    def receive(self) -> list[GrammarEvent]:
+    def receive(self) -> list[Job]:
         if self.is_held_up:
             return []
-        events, self._events = self._events, []
-        return events
+        done, self._done = self._done, []
+        return done
 
-    def computing(self) -> list[tuple[int, float]]:
-        return []
+    def give_up(self, job: Job) -> None:
+        raise AssertionError("nothing is late")
 
     def fileno(self) -> None:
         return None
-
-    def restart(self) -> None:
-        raise AssertionError("nothing is late")
 
     def close(self) -> None:
         pass
@@ -180,7 +177,8 @@ class LoadedDriver:
         self._pipeline = ChannelPipeline(channel, health, failures)
         silent = Tracer("driver", enabled=False)
         self.grammars = _AnsweringGrammars()
-        self._engine = Engine(self.scheduler, self._pipeline, silent, _SilentEncoders(), self.grammars)  # type: ignore[arg-type]
+        grammars = Grammars(self.grammars, 20.0, self._pipeline.send_masks)
+        self._engine = Engine(self.scheduler, self._pipeline, silent, _SilentEncoders(), grammars)  # type: ignore[arg-type]
         self.requests = OpenRequests(max_bytes=1 << 34, max_pixel_bytes=1 << 34)
         self._server = DriverServer(
             self._engine, self._pipeline, clients, health, failures, self.requests, heartbeat_s=0.5

@@ -7,7 +7,7 @@ A dict of one entry, whose key says what kind of constraint it is. Names are tho
     {"regex": "..."}          the whole text matches
     {"choice": ["a", "b"]}    one of these texts
     {"grammar": "..."}        EBNF as of GGML, with a rule `root`
-    {"structural_tag": {...}} free text with constrained parts, in xgrammar's format; what tool calls are made of
+    {"structural_tag": {...}} free text with constrained parts; what tool calls are made of
 """
 
 from __future__ import annotations

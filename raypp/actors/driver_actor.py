@@ -20,11 +20,12 @@ from raypp.config.log import log_to_stderr
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine_loop import Engine
 from raypp.driver.failure_reports import FailureReports, Witness
-from raypp.driver.grammar_process import GrammarProcess
+from raypp.driver.grammars import Grammars
 from raypp.driver.open_requests import OpenRequests
 from raypp.driver.server import DriverServer, open_client_socket, spare_the_collector
 from raypp.driver.stage_health import StageHealth
 from raypp.errors import EngineDeadError
+from raypp.grammar.grammar_threads import GrammarThreads
 from raypp.plan.engine_plan import EnginePlan
 from raypp.scheduler.scheduler import Scheduler
 from raypp.step_channel import DriverChannel
@@ -108,6 +109,7 @@ class DriverActor:
         channel = self._open_step_channel(num_stages)
         if self._encoders is not None:
             self._encoders.load()  # while the stages load
+        grammars = GrammarThreads(self._plan.vocabulary_source())  # likewise
         begun_s = time.monotonic()
         rendezvous = self._stages.load(deadline)
         loaded_s = time.monotonic()
@@ -131,7 +133,7 @@ class DriverActor:
                 self._pipeline,
                 self._tracer,
                 self._encoders,
-                GrammarProcess(self._plan.grammar_settings()),
+                Grammars(grammars, self._plan.config.scheduler.grammar_compile_timeout_s, self._pipeline.send_masks),
             ),
             self._pipeline,
             self._clients,

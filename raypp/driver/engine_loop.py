@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from raypp.driver.grammar_process import GrammarBackend
 from raypp.driver.grammars import Grammars
 from raypp.driver.item_encoders import ItemEncoders, ItemFailed, ItemsDropped, ItemsStored
 from raypp.driver.pipeline import Pipeline
@@ -41,13 +40,13 @@ class Engine:
         pipeline: Pipeline,
         tracer: Tracer,
         encoders: ItemEncoders | None = None,
-        grammars: GrammarBackend | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._pipeline = pipeline
         self._tracer = tracer
         self._encoders = encoders
-        self._grammars = None if grammars is None else Grammars(grammars, pipeline.send_masks)
+        self._grammars = grammars
         self._updates: list[RequestUpdate] = []
         self._failed: list[tuple[Request, RayppError]] = []
         self._may_plan = False  # whether anything has changed since the scheduler had nothing to plan

@@ -1,4 +1,4 @@
-"""Structural tags, in xgrammar's documented format, as a grammar of llguidance (its Lark).
+"""Structural tags, in the format that vLLM and SGLang have too, as a grammar of llguidance (its Lark).
 
 llguidance's lexer takes the longest text of a terminal, so `/[a-z]+/ "abc"` would never come to `abc`. Parts that are
 regular are therefore put together into one terminal, and free text that ends at a mark is a lazy one, which ends at
@@ -8,23 +8,16 @@ the first. What follows free text otherwise must be a special token: texts do no
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from raypp.errors import RequestError, page
+from raypp.grammar.lark import json_rule, lark_of_grammar, literal, one_of, regex
 from raypp.grammar.tag_arguments import arguments_of
 
-JSON_FORM: Mapping[str, Any] = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "coerce_one_of": False,
-    "lenient": False,
-    # Without "u": a name that is taken could be written once more with escapes, for any value.
-    "json_allowed_escapes": 'nrbtf\\"',
-}
 _ANY = "/(?s:.*)/"
+_PLACE = "\0"  # no constant of a schema holds it
 _ENDLESS = ("triggered_tags", "token_triggered_tags", "dispatch", "token_dispatch")
 
 
@@ -46,32 +39,30 @@ class _End:
     def piece(self) -> _Piece:
         if self.token:
             return _Piece(self.token, is_regular=False, is_token=True)
-        return _Piece(_one_of(map(_literal, self.texts)))
+        return _Piece(one_of(map(literal, self.texts)))
 
 
-def lark_of_structural_tag(tag: Any, token_id: Callable[[str], int | None]) -> str:
-    """Return a structural tag as a grammar of llguidance.
+def lark_of_structural_tag(tag: Any) -> str:
+    """Return the rules of a structural tag.
 
     Args:
         tag: `{"type": "structural_tag", "format": {...}}`.
-        token_id: Returns the number of the token that is named by its text; None if there is none.
 
     Raises:
         RequestError: it is none, or has something that llguidance cannot express; says what.
     """
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag" or not isinstance(tag.get("format"), dict):
         raise _refused(tag, "it is not a dict with type structural_tag and a format")
-    writer = _Writer(token_id)
+    writer = _Writer()
     piece = writer.form(tag["format"], None)
     start = writer.rule_of(piece)
-    return "\n".join(['%llguidance {"no_forcing": true}', f"start: {start}", *writer.rules]) + "\n"
+    return "\n".join([f"start: {start}", *writer.rules])
 
 
 @dataclass
 class _Writer:
     """Writes a form as an expression, and what it needs as rules."""
 
-    token_id: Callable[[str], int | None]
     rules: list[str] = field(default_factory=list)
 
     def form(self, form: Any, end: _End | None) -> _Piece:
@@ -84,7 +75,7 @@ class _Writer:
                 case "sequence":
                     return self._sequence(form["elements"], end)
                 case "or":
-                    return self._choice([self.form(part, end) for part in form["elements"]])
+                    return self._choice([self.form(part, end) for part in _with_one_json(form["elements"])])
                 case "tag":
                     return self._tag(form, end)
                 case "triggered_tags" | "token_triggered_tags" | "dispatch" | "token_dispatch":
@@ -98,17 +89,15 @@ class _Writer:
         """Return a form that ends by itself."""
         match kind:
             case "const_string":
-                return _Piece(_literal(form["value"]) if form["value"] else "")
+                return _Piece(literal(form["value"]) if form["value"] else "")
             case "regex":
-                return _Piece(_regex(form["pattern"]))
+                return _Piece(regex(form["pattern"]))
             case "json_schema":
                 return self._json(form)
             case "qwen_xml_parameter":
                 return self._json({**form, "style": "qwen_xml"})
             case "grammar":
-                from llguidance.gbnf_to_lark import any_to_lark
-
-                return self._rule(f"%lark {{\n{any_to_lark(form['grammar'])}\n}}")
+                return self._rule(f"%lark {{\n{lark_of_grammar(form['grammar'])}\n}}")
             case "token":
                 return _Piece(self._token(form["token"]), is_regular=False, is_token=True)
             case "exclude_token":
@@ -131,8 +120,8 @@ class _Writer:
                 raise _refused(form, f"a form of type {kind!r} is not supported")
 
     def _free(self, form: Any, end: _End | None) -> _Piece:
-        most = form.get("max_chars")
-        text = _ANY if most is None else f"/(?s:.{{0,{int(most)}}})/"
+        least, most = form.get("min_chars", 0), form.get("max_chars")
+        text = _ANY if not least and most is None else f"/(?s:.{{{int(least)},{'' if most is None else int(most)}}})/"
         terminal = self._terminal(_without(form.get("excludes", []), text))
         if form.get("max_tokens") is not None:
             if end and end.texts:
@@ -200,7 +189,7 @@ class _Writer:
             heads = [_Piece(f"{text} {self._token(mark)}", is_regular=False) for mark in marks]
         else:
             text = self._terminal(_without([*marks, *form.get("excludes", [])], _ANY))
-            heads = [self._rule(f"{text} {_literal(mark)}", "[lazy]") for mark in marks]
+            heads = [self._rule(f"{text} {literal(mark)}", "[lazy]") for mark in marks]
         parts = [self._joined([head, self._choice(pieces)]) for head, (_, pieces) in zip(heads, begun, strict=True)]
         one = self._choice(parts)
         if by_token:
@@ -224,7 +213,7 @@ class _Writer:
         tag = self._choice([self._tag(tag, None) for tag in form["tags"]])
         if form.get("stop_after_first"):
             return tag if form.get("at_least_one") else _again(tag, "?")
-        more = _again(self._joined([_Piece(_literal(form["separator"]) if form["separator"] else ""), tag]), "*")
+        more = _again(self._joined([_Piece(literal(form["separator"]) if form["separator"] else ""), tag]), "*")
         several = self._joined([tag, more])
         return several if form.get("at_least_one") else _again(several, "?")
 
@@ -240,7 +229,7 @@ class _Writer:
             raise _refused(form, "any_order and excludes of json_schema are not supported")
         if style == "json":
             # Its keyword takes no rule's name in front of it, so that it is a rule of its own.
-            return self._rule(f"%json {json.dumps({**({} if schema is True else schema), 'x-guidance': JSON_FORM})}")
+            return self._rule(json_rule(schema))
         if style != "qwen_xml":
             raise _refused(form, f"json_schema of style {style!r} is not supported")
         return self.form(arguments_of(schema), None)
@@ -250,10 +239,9 @@ class _Writer:
         return _Piece((f"<[^{numbers}]>" if numbers else "<[*]>") + times, is_regular=False, is_open=bool(times))
 
     def _token(self, token: Any) -> str:
-        number = self.token_id(token) if isinstance(token, str) else token
-        if not isinstance(number, int):
-            raise _refused(token, f"the model has no token {token!r}")
-        return f"<[{number}]>"
+        if not isinstance(token, int):
+            raise _refused(token, f"the token {token!r}, which is not given by its number, is not supported")
+        return f"<[{token}]>"
 
     def _joined(self, pieces: Iterable[_Piece]) -> _Piece:
         """Return parts one after the other; those in a row that are regular as one terminal."""
@@ -278,13 +266,13 @@ class _Writer:
         if len(pieces) == 1:
             return pieces[0]
         is_regular = all(piece.is_regular for piece in pieces)
-        texts = [piece.text or _literal("") if is_regular else self.rule_of(piece) for piece in pieces]
+        texts = [piece.text or literal("") if is_regular else self.rule_of(piece) for piece in pieces]
         is_open = any(piece.is_open for piece in pieces)
-        return _Piece(_one_of(texts), is_regular, is_open, all(piece.is_token for piece in pieces))
+        return _Piece(one_of(texts), is_regular, is_open, all(piece.is_token for piece in pieces))
 
     def rule_of(self, piece: _Piece) -> str:
         """Return a piece as a part of a rule."""
-        return self._terminal(piece.text or _literal("")) if piece.is_regular else piece.text
+        return self._terminal(piece.text or literal("")) if piece.is_regular else piece.text
 
     def _terminal(self, text: str) -> str:
         return self._named("T", text)
@@ -300,32 +288,65 @@ class _Writer:
         return name
 
 
+def _with_one_json(forms: list[Any]) -> list[Any]:
+    """Return alternatives with all that are JSON as one: to the lexer `{"name": "f"` and `{` are two beginnings."""
+    flat = [*_alternatives(forms)]
+    schemas = {index: schema for index, form in enumerate(flat) if (schema := _schema_of(form)) is not None}
+    if len(schemas) < 2:
+        return flat
+    named = {str(index): _as_resource(schema, index) for index, schema in schemas.items()}
+    choice = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in named], "$defs": named}
+    return [{"type": "json_schema", "json_schema": choice}, *(f for i, f in enumerate(flat) if i not in schemas)]
+
+
+def _alternatives(forms: list[Any]) -> Iterator[Any]:
+    for form in forms:
+        if form.get("type") == "or":
+            yield from _alternatives(form["elements"])
+        else:
+            yield form
+
+
+def _schema_of(form: Any) -> Any:
+    """Return the schema of a form that is JSON, maybe with a part that another schema is for; None if it is not."""
+    if form.get("type") == "json_schema" and form.keys() <= {"type", "json_schema"}:
+        return form["json_schema"]
+    parts = form.get("elements", []) if form.get("type") == "sequence" else []
+    if [part.get("type") for part in parts] != ["const_string", "json_schema", "const_string"]:
+        return None
+    schema = _schema_of(parts[1])
+    text = parts[0]["value"] + json.dumps(_PLACE) + parts[2]["value"]
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return None if schema is None or json.dumps(value) != text else _schema_around(value, _as_resource(schema, "part"))
+
+
+def _as_resource(schema: Any, name: object) -> Any:
+    """Return a schema for a place in another one: its references are to its own parts."""
+    return {**schema, "$id": f"urn:{name}"} if isinstance(schema, dict) else schema
+
+
+def _schema_around(value: Any, schema: Any) -> Any:
+    """Return the schema of a value in which another schema is for one place."""
+    if value == _PLACE:
+        return schema
+    if not isinstance(value, dict):
+        return {"const": value}
+    properties = {name: _schema_around(part, schema) for name, part in value.items()}
+    return {"type": "object", "properties": properties, "required": [*value], "additionalProperties": False}
+
+
 def _again(piece: _Piece, times: str) -> _Piece:
     return _Piece(f"({piece.text}){times}", piece.is_regular, piece.is_open, piece.is_token) if piece.text else piece
-
-
-def _one_of(texts: Iterable[str]) -> str:
-    several = list(texts)
-    return several[0] if len(several) == 1 else f"({' | '.join(several)})"
-
-
-def _literal(text: str) -> str:
-    if not isinstance(text, str):
-        raise TypeError(f"{text!r} is no text")
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _regex(pattern: str) -> str:
-    from llguidance import regex_to_lark
-
-    return f"/{regex_to_lark(pattern)}/"
 
 
 def _without(excluded: list[str], text: str) -> str:
     """Return a text without certain texts in it."""
     if not excluded:
         return text
-    return f"({text} & ~({_ANY} {_one_of(map(_literal, excluded))} {_ANY}))"
+    return f"({text} & ~({_ANY} {one_of(map(literal, excluded))} {_ANY}))"
 
 
 def _refused(form: Any, reason: str) -> RequestError:

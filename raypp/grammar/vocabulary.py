@@ -1,55 +1,42 @@
-"""The model's tokens as xgrammar and llguidance want them: which bytes each writes, and which of them end a text."""
+"""The model's tokens as llguidance wants them: which bytes each writes, and which of them end a text."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from raypp.errors import RequestError
 
+_SPECIAL = b"\xff"
+"""With this byte, which no text has, llguidance has the names of special tokens begin."""
+
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """xgrammar's `TokenizerInfo`, once for any text, once for JSON, once for what asks for special tokens."""
+    """What grammars are compiled for."""
 
-    text: Any
-    json: Any  # without tokens that hold control characters: JSON writes them otherwise, and xgrammar lets some pass
-    with_special: Any  # special tokens can be asked for by their ids, and may stand where text is not looked at
+    tokenizer: Any  # llguidance's `LLTokenizer`
+    vocab_size: int
+    stop_token_ids: frozenset[int]
 
-    def of(self, kind: str, value: Any) -> Any:
-        """Return the one for a constraint."""
-        if kind == "structural_tag" and _asks_for_token(json.loads(value)):
-            return self.with_special
-        return self.json if kind in ("json_schema", "json_object") else self.text
+    @classmethod
+    def of_tokens(cls, tokens: Sequence[bytes], stop_token_ids: Iterable[int]) -> Vocabulary:
+        """Return a vocabulary.
 
-    @cached_property
-    def llguidance(self) -> Any:
-        """The `LLTokenizer` of llguidance, which lets no control character into JSON by itself."""
+        Args:
+            tokens: What each writes. A special one writes nothing, and is named by what follows a first byte of 255.
+            stop_token_ids: Those that end a text, at least one. They write nothing.
+        """
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        return LLTokenizer(
-            TokenizerWrapper(_Tokens(self.text)),
-            eos_token=list(self.text.stop_token_ids),
-            slices=LLTokenizer.json_slices(),
+        ends = sorted(stop_token_ids)
+        tokenizer = LLTokenizer(
+            TokenizerWrapper(_Tokens(tokens, ends)), eos_token=ends, slices=LLTokenizer.json_slices()
         )
-
-
-class _Tokens:
-    """A tokenizer as llguidance's wrapper wants it. Nothing is tokenized: what comes are tokens."""
-
-    bos_token_id = None
-
-    def __init__(self, info: Any) -> None:
-        self.eos_token_id = info.stop_token_ids[0]
-        self.special_token_ids = info.stop_token_ids
-        # A first byte of 255, which no text has, would make a special token of one.
-        self.tokens = [b"" if token[:1] == b"\xff" else token for token in info.decoded_vocab]
-
-    def __call__(self, text: bytes) -> list[int]:
-        return []
+        return cls(tokenizer, len(tokens), frozenset(ends))
 
 
 @dataclass(frozen=True)
@@ -61,13 +48,10 @@ class VocabularySource:
     eos_token_ids: tuple[int, ...]
 
     def load(self) -> Vocabulary:
-        """Return the vocabulary.
-
-        Special tokens have no text, so no grammar derives one by what it writes. A structural tag may ask for one by
-        its id: for such a tag each is a byte that no text has.
+        """Return the vocabulary. It holds the GIL for up to a second at a time where there are 152,000 tokens.
 
         Raises:
-            RequestError: no tokenizer, no end token, or no xgrammar or llguidance.
+            RequestError: no tokenizer, no end token, or no llguidance.
         """
         if not self.eos_token_ids:
             raise RequestError(
@@ -76,61 +60,57 @@ class VocabularySource:
                 param="structured_outputs",
             )
         try:
-            import xgrammar
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(self.model_path, local_files_only=True)
             stop_token_ids = [token_id for token_id in self.eos_token_ids if token_id < self.vocab_size]
-            detected = xgrammar.TokenizerInfo.from_huggingface(
-                tokenizer, vocab_size=self.vocab_size, stop_token_ids=stop_token_ids
-            )
-            special = _special_token_ids(tokenizer)
-            texts = _texts(tokenizer, self.vocab_size, special=special)
-            written = detected.decoded_vocab
-            in_json = [
-                "" if min(token, default=0x20) < 0x20 else text for text, token in zip(texts, written, strict=True)
-            ]
-
-            def info(of: list[Any]) -> Any:
-                return xgrammar.TokenizerInfo(
-                    of,
-                    detected.vocab_type,
-                    vocab_size=self.vocab_size,
-                    stop_token_ids=stop_token_ids,
-                    add_prefix_space=detected.add_prefix_space,
-                )
-
-            no_text: Any = {"RAW": b"\xff", "BYTE_FALLBACK": "<0xFF>", "BYTE_LEVEL": "\xff"}[detected.vocab_type.name]
-            with_special = [no_text if token in special else text for token, text in enumerate(texts)]
-            vocabulary = Vocabulary(info(texts), info(in_json), info(with_special))
-            _ = vocabulary.llguidance  # made here, once for all processes that are forked
-            return vocabulary
+            return Vocabulary.of_tokens(self._tokens(), stop_token_ids)
         except Exception as error:  # whatever a broken or a missing tokenizer makes of it
             raise RequestError(
                 "this engine cannot serve structured_outputs",
                 got=f"{type(error).__name__}: {error}",
-                expected="a tokenizer beside the model, and the packages xgrammar and llguidance",
+                expected="a tokenizer beside the model, and the package llguidance",
                 param="structured_outputs",
             ) from error
 
+    def _tokens(self) -> list[bytes]:
+        """Return what each token writes. Added tokens that are not special are text, like `<think>`."""
+        from llguidance import LLTokenizer
 
-def _asks_for_token(form: Any) -> bool:
-    if isinstance(form, list):
-        return any(map(_asks_for_token, form))
-    if not isinstance(form, dict) or form.get("type") == "json_schema":
-        return False
-    return form.get("type") == "token" or any(map(_asks_for_token, form.values()))
+        folder = Path(self.model_path)
+        written = _read(folder / "tokenizer.json") or _converted(self.model_path)
+        tokenizer = LLTokenizer(written, slices=[])
+        tokens = [tokenizer.decode_bytes([token_id]) for token_id in range(min(tokenizer.vocab_size, self.vocab_size))]
+        tokens += [b""] * (self.vocab_size - len(tokens))
+        decoder = json.loads(_read(folder / "tokenizer_config.json") or "{}").get("added_tokens_decoder", {})
+        added = [*json.loads(written)["added_tokens"], *({"id": int(key), **token} for key, token in decoder.items())]
+        for token in added:
+            if token["id"] < self.vocab_size:
+                tokens[token["id"]] = (_SPECIAL if token.get("special") else b"") + token["content"].encode()
+        return tokens
 
 
-def _texts(tokenizer: Any, vocab_size: int, *, special: Collection[int]) -> list[str]:
-    texts = [""] * vocab_size
-    for text, token_id in tokenizer.get_vocab().items():
-        if token_id < vocab_size and token_id not in special:
-            texts[token_id] = text
-    return texts
+class _Tokens:
+    """A tokenizer as llguidance's wrapper wants it. Nothing is tokenized: what comes are tokens."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], stop_token_ids: list[int]) -> None:
+        self.eos_token_id = stop_token_ids[0]
+        self.special_token_ids = stop_token_ids
+        self.tokens = tokens
+
+    def __call__(self, text: bytes) -> list[int]:
+        return []
 
 
-def _special_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that have no text when special ones are left out."""
-    added = tokenizer.added_tokens_decoder.items()
-    return frozenset(token_id for token_id, token in added if token.special) | frozenset(tokenizer.all_special_ids)
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _converted(model_path: str) -> str:
+    """Return the text of the `tokenizer.json` that transformers makes of a tokenizer's other files."""
+    if not any(Path(model_path).glob("*vocab*")) and not any(Path(model_path).glob("*tokenizer*")):
+        raise FileNotFoundError(f"no tokenizer.json in {model_path}")  # sooner said than what follows is imported
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+    written: str = tokenizer.backend_tokenizer.to_str()
+    return written

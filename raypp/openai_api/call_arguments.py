@@ -18,7 +18,7 @@ class ArgumentsReader(Protocol):
     """Reads the arguments of one call."""
 
     style: ClassVar[str | None]
-    """How a form writes them: `style` of a `json_schema` in xgrammar's structural tags. None: no form is known."""
+    """How a form writes them: `style` of a `json_schema` in structural tags. None: no form is known."""
 
     def __init__(self, end: str, schema: Mapping[str, Any]) -> None:
         """Begin before the first character.

@@ -154,7 +154,7 @@ class StructuredOutputsFields(RequestModel):
     grammar: str | None = None
     """EBNF with a rule `root`."""
     structural_tag: dict[str, Any] | str | None = None
-    """Free text with constrained parts, in xgrammar's format."""
+    """Free text with constrained parts, in the format of structural tags."""
 
     def given(self) -> dict[str, Any]:
         """Return what is given, by the engine's names."""

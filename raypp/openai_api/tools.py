@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -10,11 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from raypp.errors import RequestError
-from raypp.grammar.schema_check import cannot_be_enforced, enforceable
+from raypp.grammar.lark import check_schema
+from raypp.grammar.schema_check import cannot_be_enforced
+from raypp.grammar.tag_arguments import arguments_of
 from raypp.openai_api.parameter_types import tells_texts
 from raypp.openai_api.request_fields import LenientModel, RequestModel
 
-_OF_FURTHER_NAMES = ("patternProperties", "propertyNames", "additionalProperties", "unevaluatedProperties")
+_OF_FURTHER_NAMES = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": True}
 
 
@@ -82,9 +83,9 @@ class ToolUse:
         """
         schema = tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
         try:
-            enforced = enforceable(schema)
+            check_schema(schema)
             if not is_json:
-                _check_bare_parameters(schema, enforced)
+                _check_bare_parameters(schema)
         except RequestError as error:
             if tool.function.strict:
                 raise RequestError(
@@ -98,13 +99,14 @@ class ToolUse:
         return schema
 
 
-def _check_bare_parameters(schema: Mapping[str, Any], enforced: Any) -> None:
+def _check_bare_parameters(schema: Mapping[str, Any]) -> None:
     """Refuse a schema by which arguments that are no JSON could be read as what it does not allow.
 
     Raises:
         RequestError: says which part.
     """
-    if _may_have_further_names(enforced):
+    further = [schema.get(name, False) for name in _OF_FURTHER_NAMES]
+    if any(each is not False for each in further) and (schema.get("properties") or further[0] not in (True, {})):
         raise cannot_be_enforced("#", "arguments of names that are not in the schema, which are not read as JSON")
     if schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
         raise cannot_be_enforced("#", "arguments whose properties are not named at the top, which are not read as JSON")
@@ -113,16 +115,10 @@ def _check_bare_parameters(schema: Mapping[str, Any], enforced: Any) -> None:
             raise cannot_be_enforced(
                 f"#/properties/{name}", "a value that may be a text or something else, which is written alike"
             )
-
-
-def _may_have_further_names(enforced: Any) -> bool:
-    """Return whether an object may have properties with a schema and no name of their own."""
-    if not isinstance(enforced, dict):
-        return False
-    if enforced.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
-        text = json.dumps(enforced).replace('Properties": false', "")
-        return any(f'"{name}"' in text for name in _OF_FURTHER_NAMES)
-    return any(enforced.get(name) not in (None, {}, True, False) for name in _OF_FURTHER_NAMES)
+    try:
+        arguments_of(schema)
+    except (ValueError, LookupError, TypeError) as error:
+        raise cannot_be_enforced("#", str(error)) from None
 
 
 def tool_use(

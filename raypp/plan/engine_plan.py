@@ -13,7 +13,7 @@ from typing import Any
 from raypp.config.engine_config import EngineConfig
 from raypp.config.sections import TransportKind
 from raypp.errors import ConfigError
-from raypp.grammar.grammar_messages import GrammarSettings
+from raypp.grammar.vocabulary import VocabularySource
 from raypp.models.config import ModelConfig
 from raypp.models.generation_config import read_sampling_defaults
 from raypp.models.registry import resolve_model_path
@@ -142,14 +142,9 @@ class EnginePlan:
         )
         return StepPredictor(roofline, estimates)
 
-    def grammar_settings(self) -> GrammarSettings:
-        """Return what the grammar process must be told."""
-        return GrammarSettings(
-            model_path=self.model_path,
-            vocab_size=self.model.vocab_size,
-            eos_token_ids=tuple(sorted(self.model.eos_token_ids)),
-            compile_timeout_s=self.config.scheduler.grammar_compile_timeout_s,
-        )
+    def vocabulary_source(self) -> VocabularySource:
+        """Return where the tokens come from that grammars allow."""
+        return VocabularySource(self.model_path, self.model.vocab_size, tuple(sorted(self.model.eos_token_ids)))
 
     def stage_spec(self, stage_index: int) -> StageSpec:
         """Return what a stage must be told."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ import numpy as np
 import torch
 
 from raypp.driver.engine_loop import Engine
+from raypp.driver.grammars import Grammars
 from raypp.driver.pipeline import Pipeline
-from raypp.grammar.vocabulary import VocabularySource
 from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.messages import Int32s
 from raypp.models.config import ModelConfig
@@ -111,8 +112,8 @@ class LocalEngine:
             pipeline = LocalPipeline(stages)
             if plan.encoders.num_encoders and factory is None:
                 encoder = LocalEncoder(plan, stages[0].items)
-        vocabulary = VocabularySource(plan.model_path, plan.model.vocab_size, tuple(sorted(plan.model.eos_token_ids)))
-        grammars = InlineGrammars(vocabulary, lateness=mask_lateness)
+        backend = InlineGrammars(plan.vocabulary_source(), lateness=mask_lateness)
+        grammars = Grammars(backend, math.inf, pipeline.send_masks)
         self._engine = Engine(self.scheduler, pipeline, Tracer("local", enabled=False), encoder, grammars)
         self._num_requests = 0
 

@@ -14,11 +14,12 @@ import zmq
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine_loop import Engine
 from raypp.driver.failure_reports import FailureReports, Witness
-from raypp.driver.grammar_process import GrammarProcess
+from raypp.driver.grammars import Grammars
 from raypp.driver.open_requests import OpenRequests
 from raypp.driver.server import DriverServer, open_client_socket
 from raypp.driver.stage_health import StageHealth
 from raypp.errors import DeadlineError, RayppError, StageDiedError
+from raypp.grammar.grammar_threads import GrammarThreads
 from raypp.plan.engine_plan import EnginePlan
 from raypp.scheduler.scheduler import Scheduler
 from raypp.stage.build_stage import StageFactory, allocate_kv_caches, build_stage_model
@@ -152,7 +153,9 @@ class ThreadedLife:
 
     def _make_server(self, health: StageHealth, failures: FailureReports, encoder: LocalEncoder | None) -> DriverServer:
         config = self._plan.config
-        tracer, grammars = Tracer(DRIVER_LANE, enabled=False), GrammarProcess(self._plan.grammar_settings())
+        tracer = Tracer(DRIVER_LANE, enabled=False)
+        backend = GrammarThreads(self._plan.vocabulary_source())
+        grammars = Grammars(backend, config.scheduler.grammar_compile_timeout_s, self._pipeline.send_masks)
         return DriverServer(
             Engine(self.scheduler, self._pipeline, tracer, encoder, grammars),
             self._pipeline,

@@ -12,8 +12,6 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-pytest.importorskip("xgrammar")
-
 from structured_schemas import SCHEMAS
 
 from raypp.api.tokenizer import Tokenizer

@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from answer_comparison import Comparison
@@ -44,7 +43,6 @@ DEATHS = (
     "stage 1",
     "stage 2",
     "driver",
-    "grammar process",
     "two at once",
     "stage, in prefill",
     "stage, then another",
@@ -273,18 +271,6 @@ class _Engine:
         assert self.final is None, self.final
         return self.num_lost == self.num_back
 
-    def grammar_process(self) -> int | None:
-        """Return the process for grammars; None while there is none."""
-        driver = self.handle.processes()["driver"]
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                is_child = int(path.read_text().rpartition(")")[2].split()[1]) == driver
-                if is_child and b"raypp.grammar" in (path.parent / "cmdline").read_bytes():
-                    return int(path.parent.name)
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-        return None
-
 
 @asynccontextmanager
 async def _mortal_engine(setting: Setting) -> AsyncIterator[_Engine]:
@@ -387,10 +373,8 @@ class _Batch:
     async def _kill_all(self, deaths: Sequence[str]) -> list[Kill]:
         num_tokens = sum(len(answer.token_ids) for answers in self._expected for answer in answers)
         kills = []
-        for index, death in enumerate(sorted(deaths, key=lambda death: death != "grammar process")):
+        for index, death in enumerate(deaths):
             share, delay_s = self._rng.uniform(0.0, 1.5 / (len(deaths) - index + 1)), self._rng.uniform(0.0, 0.15)
-            if death == "grammar process":
-                share /= 5  # texts under a grammar end early
             if death == "stage, in prefill":
                 wanted = self._num_tokens
             else:
@@ -414,7 +398,7 @@ class _Batch:
         killed_s = time.monotonic()
         for pid in victims:
             os.kill(pid, number)
-        if death in ("grammar process", "encoder"):
+        if death == "encoder":
             await self._until(lambda: self._last_token_s > killed_s or self._all_ended, "tokens after a death")
             kill.pause_s = None if has_ended else self._last_token_s - killed_s
             return kill
@@ -471,13 +455,4 @@ class _Batch:
             return [processes["driver"]]
         if death == "encoder":
             return [processes["encoders"][0]]
-        if death == "grammar process":
-            found: list[int | None] = [None]
-
-            def is_there() -> bool:
-                found[0] = self._engine.grammar_process()
-                return found[0] is not None or self._all_ended
-
-            await self._until(is_there, "a process for grammars")
-            return [pid for pid in found if pid is not None]
         return [rng.choice(stages)]

@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import signal
 import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +29,6 @@ from raypp.models.config import ModelConfig
 from raypp.scheduler.request import RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
 from raypp.stage.stage_spec import StageSpec
-from raypp.structured_outputs import StructuredOutputs
 from raypp.testing import FakeStage, launch_in_threads
 from raypp.testing.fake_stage import FakeModel
 from raypp.testing.threaded_engine import ThreadedEngine
@@ -299,46 +296,5 @@ def test_a_request_that_ends_a_stage_whenever_it_runs_fails_alone() -> None:
         assert all(isinstance(answer, RequestOutput) and len(answer.outputs[0].token_ids) == 30 for answer in answers)
         assert len(after.outputs[0].token_ids) == 3
         assert stats["recoveries"]["count"] <= 4
-
-    asyncio.run(asyncio.wait_for(body(), 60))
-
-
-def grammar_process() -> int:
-    """Return the child of this process that follows grammars."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"raypp.grammar.process" in (folder / "cmdline").read_bytes():
-                return int(folder.name)
-    raise AssertionError("no process for grammars")
-
-
-@pytest.mark.skipif("TEST_RECOVERIES" not in os.environ, reason="takes some seconds; set TEST_RECOVERIES")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_requests_outlive_the_process_that_follows_their_grammars(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("raypp.driver.grammars.MASK_TIMEOUT_S", 1.0)
-    grammar = StructuredOutputs(regex="[a-z ]{180}")
-    params = [SamplingParams(max_tokens=190, seed=seed, structured_outputs=grammar) for seed in range(4)]
-
-    async def one(llm: AsyncLLM, index: int, begun: asyncio.Event) -> list[int]:
-        token_ids: list[int] = []
-        async for output in llm.generate(CODE, params[index]):
-            token_ids = output.outputs[0].token_ids
-            if len(token_ids) >= 5:
-                begun.set()
-        return token_ids
-
-    async def body() -> None:
-        async with open_llm() as llm:
-            right = await asyncio.gather(*(one(llm, index, asyncio.Event()) for index in range(4)))
-            begun = asyncio.Event()
-            tasks = [asyncio.create_task(one(llm, index, begun)) for index in range(4)]
-            await begun.wait()
-            os.kill(grammar_process(), number)
-            assert not all(task.done() for task in tasks)
-            assert await asyncio.gather(*tasks) == right
-            assert (await llm.stats())["recoveries"]["count"] == 0, "the engine went on"
 
     asyncio.run(asyncio.wait_for(body(), 60))

@@ -1,4 +1,4 @@
-"""What a grammar allows of JSON texts, byte by byte, with either compiler."""
+"""What a grammar allows, byte by byte."""
 
 from __future__ import annotations
 
@@ -7,41 +7,87 @@ from functools import cache
 from itertools import islice, permutations, product
 from typing import Any
 
-import xgrammar
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from raypp.grammar.compile import compile_constraint
-from raypp.grammar.compiled_grammar import CompiledGrammar
-from raypp.grammar.vocabulary import Vocabulary
+from raypp.errors import RequestError
+from raypp.grammar.compile import grammar_of, refused
 from raypp.structured_outputs import source_of
 
-END = 256
-"""The token that ends a text; below it each byte is a token."""
+END, FIRST, SECOND = 256, 257, 258
+"""The token that ends a text, and two special ones; below them each byte is a token."""
+
+
+class _Bytes:
+    bos_token_id = None
+    eos_token_id = END
+    special_token_ids = (END, FIRST, SECOND)
+    # 255 begins the name of a special token.
+    tokens = (*(bytes([byte]) for byte in range(255)), b"", b"\xff<end>", b"\xff<first>", b"\xff<second>")
+
+    def __call__(self, text: bytes) -> list[int]:
+        return []
 
 
 @cache
-def vocabulary() -> Vocabulary:
-    tokens = [bytes([byte]) for byte in range(256)] + [b"<end>"]
-    info = xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=END + 1, stop_token_ids=[END])
-    return Vocabulary(info, info, info)
+def byte_tokens() -> LLTokenizer:
+    """Return a vocabulary of bytes, an end and special tokens."""
+    return LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=[END], slices=[])
 
 
-def compiled(schema: Any) -> CompiledGrammar:
-    return compile_constraint(source_of({"json_schema": json.dumps(schema)}), vocabulary(), 1)
+def matcher_of(constraint: dict[str, Any], tokens: LLTokenizer | None = None) -> LLMatcher:
+    """Return what follows a text.
+
+    Raises:
+        RequestError: the constraint cannot be compiled.
+    """
+    lark = grammar_of(source_of(constraint))
+    grammar = LLMatcher.grammar_from_lark(f'{lark}\n%llguidance {{"no_forcing": true}}')
+    matcher = LLMatcher(tokens or byte_tokens(), grammar, log_level=0)
+    if matcher.is_error():
+        [kind] = constraint
+        raise refused(kind, matcher.get_error())
+    return matcher
 
 
-def compiled_within_text(schema: Any) -> CompiledGrammar:
-    """Return the grammar of a schema within free text, which is xgrammar's."""
-    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
-    return compile_constraint(source_of({"structural_tag": json.dumps(tag)}), vocabulary(), 1)
+def compiled(schema: Any) -> LLMatcher:
+    """Return what follows the JSON of a schema."""
+    return matcher_of({"json_schema": json.dumps(schema)})
 
 
-def allows_text(grammar: CompiledGrammar, text: str) -> bool:
-    matcher = grammar.matcher()
-    return all(map(matcher.accept_token, text.encode())) and matcher.accept_token(END)
+def compiled_within_text(schema: Any) -> LLMatcher:
+    """Return what follows the same as a part of a structural tag."""
+    return matcher_of(tag_of({"type": "json_schema", "json_schema": schema}))
 
 
-def allows(grammar: CompiledGrammar, value: Any) -> bool:
-    return any(allows_text(grammar, text) for text in texts_of(value))
+def tag_of(form: Any) -> dict[str, Any]:
+    """Return the constraint of a structural tag."""
+    return {"structural_tag": json.dumps({"type": "structural_tag", "format": form})}
+
+
+def is_refused(schema: Any) -> bool:
+    """Return whether a schema cannot be compiled."""
+    try:
+        compiled(schema)
+    except RequestError:
+        return True
+    return False
+
+
+def allows_tokens(matcher: LLMatcher, *parts: str | int) -> bool:
+    """Return whether a text, with tokens in between, is allowed, all of it. The matcher is as before."""
+    ids = [token for part in parts for token in ([part] if isinstance(part, int) else part.encode())]
+    follower = matcher.deep_copy()
+    return follower.try_consume_tokens(ids) == len(ids) and follower.is_accepting()
+
+
+def allows_text(matcher: LLMatcher, text: str) -> bool:
+    """Return whether a text is allowed, all of it."""
+    return allows_tokens(matcher, text)
+
+
+def allows(matcher: LLMatcher, value: Any) -> bool:
+    """Return whether a value can be written."""
+    return any(allows_text(matcher, text) for text in texts_of(value))
 
 
 def texts_of(value: Any) -> set[str]:

@@ -11,26 +11,17 @@ import lzma
 import random
 import re
 from collections.abc import Iterator
-from functools import cache
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import jsonschema.validators
+from grammar_texts import END
 from jsonschema.protocols import Validator
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher
 
 CORPUS = Path(__file__).parents[2] / "data" / "schemas.json.xz"
-END = 256
-"""The token that ends a text; below it each byte is a token."""
-FORM = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "coerce_one_of": False,
-    "lenient": False,
-    "json_allowed_escapes": 'nrbtf\\"',
-}
 _CLOSING = frozenset(b'"]},: ')
 _OF_FORMATS = {
     "date": "2024-02-29",
@@ -52,34 +43,17 @@ def corpus() -> list[dict[str, Any]]:
     return entries
 
 
-class _Bytes:
-    bos_token_id = None
-    eos_token_id = END
-    special_token_ids = (END,)
-    tokens = (*(bytes([byte]) for byte in range(255)), b"", b"\xff<end>")  # 255 begins the name of a special token
-
-    def __call__(self, text: bytes) -> list[int]:
-        return []
-
-
-@cache
-def byte_tokens() -> LLTokenizer:
-    """Return a vocabulary of bytes and an end."""
-    return LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=[END], slices=[])
-
-
-def matcher_of(schema: Any, *, limits: LLParserLimits | None = None, tokens: LLTokenizer | None = None) -> LLMatcher:
-    """Return what follows a text by llguidance alone; `is_error` says whether it could be compiled."""
-    written = json.dumps({**({} if schema is True else schema), "x-guidance": FORM})
-    grammar = LLMatcher.grammar_from_lark(f'%llguidance {{"no_forcing": true}}\nstart: %json {written}')
-    return LLMatcher(tokens or byte_tokens(), grammar, log_level=0, limits=limits)
-
-
 def validator_of(schema: Any) -> Validator:
     """Return what judges: by the draft that the schema names, without formats."""
     cls = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-    made: Validator = cls(schema)
+    made: Validator = jsonschema.validators.extend(cls, {"multipleOf": _multiple_of})(schema)
     return made
+
+
+def _multiple_of(validator: Validator, step: float, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+    """Judge by the digits: jsonschema divides floats, and 19.99 is no multiple of 0.01 to it."""
+    if validator.is_type(value, "number") and Fraction(str(value)) % Fraction(str(step)):
+        yield jsonschema.ValidationError(f"{value} is no multiple of {step}")
 
 
 def is_valid(validator: Validator, value: Any) -> bool | None:
@@ -88,13 +62,6 @@ def is_valid(validator: Validator, value: Any) -> bool | None:
         return validator.is_valid(value)
     except Exception:  # references to nothing, patterns that Python has no meaning for, recursion
         return None
-
-
-def allows(matcher: LLMatcher, text: str) -> bool:
-    """Return whether a text is allowed, all of it. The matcher is as before."""
-    data = list(text.encode())
-    follower = matcher.deep_copy()
-    return follower.try_consume_tokens(data) == len(data) and follower.is_accepting()
 
 
 def walk(matcher: LLMatcher, rng: random.Random, max_bytes: int = 600) -> str | None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from decimal import Decimal
 from typing import Any
 
 import jsonschema
 import pytest
-from grammar_texts import allows, allows_text, compiled, compiled_within_text
+from grammar_texts import allows, allows_text, compiled, compiled_within_text, is_refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from structured_schemas import SCHEMAS
 
 from raypp.errors import RequestError
-from raypp.grammar.compiled_grammar import LlguidanceGrammar, XgrammarGrammar
-from raypp.grammar.schema_check import enforceable
 
 INT, STR = {"type": "integer"}, {"type": "string"}
 AB = {"properties": {"a": INT, "b": STR}}
@@ -37,6 +41,11 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     (AB | {"unevaluatedProperties": INT, "type": "object"}, [{"c": 1}], [{"c": "x"}, {"b": 1}]),
     (AB | {"minProperties": 1}, [{"a": 1}], [{}]),
     (AB | {"minProperties": 2.0, "type": "object"}, [{"a": 1, "b": "x"}], [{}, {"a": 1}]),
+    (
+        {"properties": {name: {} for name in "abcd"}, "required": ["c"], "minProperties": 2, "maxProperties": 3},
+        [{"a": 1, "c": 1}, {"c": 1, "d": 1}, {"a": 1, "b": 1, "c": 1}],
+        [{"c": 1}, {"a": 1, "b": 1, "c": 1, "d": 1}, {"a": 1, "b": 1}],
+    ),
     ({"maxProperties": 1}, [{}, {"x": 1}], [{"x": 1, "y": 2}]),
     ({"maxProperties": 0}, [{}], [{"x": 1}]),
     ({"patternProperties": {"^x": INT}}, [{}, {"x1": 1}], [{"x1": "a"}]),
@@ -95,45 +104,11 @@ def test_further_properties_have_none_of_the_names_that_the_schema_has_however_w
     assert allows_text(grammar, '{"a": 1, "c": "x"}') == (others != INT)
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"properties": {"x": {"type": "number", "multipleOf": 0.5}}}, "multipleOf, at #/properties/x"),
-    ({"type": ["integer", "number"], "multipleOf": 2}, "multipleOf of numbers"),
-    ({"type": "integer", "multipleOf": 0}, "multipleOf '0'"),
-    ({"type": "integer", "multipleOf": 3, "minimum": 1}, "multipleOf beside minimum"),
-    ({"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 5}, "that no multiple is within"),
-    ({"items": {"oneOf": [INT, {"type": "number"}]}}, "oneOf whose schemas.*, at #/items"),
-    ({"oneOf": [{"properties": {"a": INT}}, STR]}, "oneOf whose schemas"),
-    ({"oneOf": [{"enum": [1, 2]}, {"enum": [2.0, 3]}]}, "oneOf whose schemas"),
-    ({"type": "object", "oneOf": [OF_A, {"type": "null"}]}, "type object beside oneOf"),
-    ({"type": "integer", "anyOf": [{"type": "number"}]}, "type integer beside anyOf"),
-    ({"type": "string", "$ref": "#/$defs/x", "$defs": {"x": INT}}, "type string beside \\$ref"),
-    (AB | {"propertyNames": {"maxLength": 2}}, "properties beside propertyNames"),
-    ({"patternProperties": {"^x": INT}, "additionalProperties": True}, "patternProperties beside others"),
-    ({"patternProperties": {"^x": INT, "y": STR}}, "several patternProperties"),
-    (AB | {"patternProperties": {"^a": STR}}, "the property 'a', whose name"),
-    ({"type": "object", "minProperties": 1}, "minProperties counting properties"),
-    (AB | {"additionalProperties": True, "unevaluatedProperties": INT}, "properties beside both"),
-    ({"properties": {"a" * 101: INT}, "additionalProperties": {}}, "the property 'aaa.*of more than 100 characters"),
-    ({"patternProperties": {"^x": INT}, "additionalProperties": {}}, "patternProperties beside others"),
-    ({"patternProperties": {"^>": INT}}, "cannot be asked for"),
-    ({"type": "integer", "multipleOf": 1025}, "multipleOf of more than 1024"),
-    ({"$ref": "#"}, "leads back to itself"),
-    ({"type": "integer", "enum": ["a"]}, "the value 'a' beside type"),
-    ({"minItems": 1, "maxProperties": 1}, "without a type"),
-]
-
-
-@pytest.mark.parametrize(("schema", "said"), REFUSED, ids=[said[:40] for _, said in REFUSED])
-def test_what_xgrammar_cannot_be_held_to_is_refused_with_its_place(schema: dict[str, Any], said: str) -> None:
-    with pytest.raises(RequestError, match=said):
-        enforceable(schema)
-
-
 BRANCH = {"properties": {"next": {"$ref": "#/$defs/branch"}, "v": INT}, "type": "object"}
-DISTINCT = {"not": {"const": "a"}}  # nothing that xgrammar takes
+DISTINCT = {"not": {"const": "a"}}
 
-# As above, of what is beyond xgrammar; the invalid ones may be texts.
-BEYOND: list[tuple[Any, list[Any], list[Any]]] = [
+# As above, of several that are about the same value; the invalid ones may be texts.
+TOGETHER: list[tuple[Any, list[Any], list[Any]]] = [
     ({"minimum": 3}, [3, "a", None, [1]], [2, -1.5]),
     ({"type": "number", "multipleOf": 0.25, "exclusiveMaximum": 1}, [0.75, -2], [0.3, 1]),
     ({"type": "integer", "minimum": 2.5, "exclusiveMaximum": 1e1}, [3, 9], [2, 10]),
@@ -161,6 +136,11 @@ BEYOND: list[tuple[Any, list[Any], list[Any]]] = [
     (AB | {"dependentRequired": {"a": ["b"]}}, [{}, {"b": ""}, {"a": 1, "b": ""}], [{"a": 1}]),
     (AB | {"dependentSchemas": {"a": {"properties": {"b": False}}}}, [{"a": 1}, {"b": ""}], [{"a": 1, "b": ""}]),
     (AB | {"propertyNames": {"maxLength": 1}}, [{"a": 1}], [{"ab": 1}]),
+    (
+        {"properties": {"a": INT, "bb": INT}, "propertyNames": {"maxLength": 1}, "additionalProperties": STR},
+        [{"a": 1, "c": "x"}],
+        [{"bb": 1}, {"c": 1}, {"cc": "x"}],
+    ),
     ({"propertyNames": {"not": {"const": "ab"}}}, [{"a": 1}], [{"ab": 1}, '{"\\u0061b": 1}']),
     (
         {"type": "object", "patternProperties": {"^x": INT}, "additionalProperties": {"type": "null"}},
@@ -172,9 +152,6 @@ BEYOND: list[tuple[Any, list[Any], list[Any]]] = [
         [{"a": 1, "c": 1}],
         [{"a": 1, "d": 1}],
     ),
-    ({"prefixItems": [INT], "items": STR, "contains": {"const": "x"}}, [[1, "x"], [1, "x", "y"]], [[], [1], [1, "y"]]),
-    ({"items": INT, "contains": {"const": 1}, "maxContains": 2}, [[1], [1, 1, 2]], [[1, 1, 1], [2], []]),
-    ({"allOf": [{"prefixItems": [INT]}], "unevaluatedItems": STR}, [[1, "x"], []], [["x"], [1, 2]]),
     ({"enum": [[9], []], "unevaluatedItems": False}, [[]], [[9]]),
     ({"type": "array", "uniqueItems": True, "maxItems": 1}, [[], [1]], [[1, 1]]),
     ({"x-guidance": {"lenient": True}, "not": {"type": "string", "x-of": "a tool"}}, [1, None], ["a"]),
@@ -192,11 +169,10 @@ BEYOND: list[tuple[Any, list[Any], list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("case", BEYOND, ids=lambda case: json.dumps(case[0])[:80])
-def test_what_is_beyond_xgrammar_is_held_to_by_llguidance(case: tuple[Any, list[Any], list[Any]]) -> None:
+@pytest.mark.parametrize("case", TOGETHER, ids=lambda case: json.dumps(case[0])[:80])
+def test_schemas_of_one_value_are_all_kept_to(case: tuple[Any, list[Any], list[Any]]) -> None:
     schema, valid, invalid = case
     grammar, validator = compiled(schema), jsonschema.Draft202012Validator(schema)
-    assert isinstance(grammar, LlguidanceGrammar)
     for value in valid:
         assert validator.is_valid(value), value
         assert allows(grammar, value), value
@@ -206,38 +182,141 @@ def test_what_is_beyond_xgrammar_is_held_to_by_llguidance(case: tuple[Any, list[
         assert not (allows_text(grammar, value) if is_text else allows(grammar, value)), value
 
 
-REFUSED_BY_BOTH: list[tuple[Any, str]] = [
+PAIRS = {f"{i}": {"properties": {key: {"$ref": f"#/$defs/{i + 1}"} for key in "ab"}} for i in range(40)}
+
+REFUSED: list[tuple[Any, str]] = [
     ({"items": {"uniqueItems": True}}, "uniqueItems, at #/items"),
+    ({"type": "array", "contains": {"const": 5}}, "contains, at #"),
+    ({"allOf": [{"prefixItems": [INT]}], "unevaluatedItems": STR}, "unevaluatedItems beside schemas of the same array"),
+    ({"anyOf": [AB, {}], "unevaluatedProperties": False}, "unevaluatedProperties beside anyOf"),
+    ({"$dynamicRef": "#x"}, "\\$dynamicRef, at #"),
     ({"type": "object", "propertys": {}}, "propertys, at #"),
+    ({"type": "string", "nullable": True}, "nullable, at #"),
+    ({"type": "objekt"}, "the type 'objekt'.*one of array, boolean, integer, null, number, object, string"),
     ({"type": "string", "not": {"pattern": "a"}}, "pattern within not"),
+    ({"type": "array", "not": {"items": INT}}, "items within not"),
     ({"type": "object", "minProperties": 2}, "minProperties counting"),
-    ({"required": ["c"], "propertyNames": {"enum": ["a"]}, "const": {"c": 1}}, "no value is accepted"),
-    ({"patternProperties": {"b$": STR}, "propertyNames": {"enum": ["a"]}}, "propertyNames beside patternProperties"),
-    ({"type": "integer", "minimum": 5, "maximum": 3}, "no value is accepted"),
-    (
-        {"allOf": [{"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}, {}]},
-        "no value is accepted",
-    ),
-    ({"const": "a\u0000", "not": {"const": "b"}}, "control character"),
-    ({"type": "integer", "maximum": 2**60, "not": {"const": 1}}, "does not hold exactly"),
+    (AB | {"maxProperties": 1, "additionalProperties": INT}, "min/maxProperties only supported"),
+    ({"required": ["c"], "propertyNames": {"enum": ["a"]}}, "required property 'c' is unsatisfiable"),
+    ({"patternProperties": {"a": STR}, "propertyNames": {"pattern": "b"}}, "not disjoint"),
+    ({"patternProperties": {"^x": INT, "y": STR}}, "not disjoint"),
+    ({"propertyNames": {"allOf": []}}, "propertyNames with allOf"),
+    ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum .5. is greater than maximum"),
+    ({"type": "integer", "enum": ["a"]}, "incompatible types"),
+    ({"oneOf": [INT, INT]}, "incompatible types"),
+    ({"not": {}}, "accepts no value"),
+    (AB | {"required": ["z"], "unevaluatedProperties": False}, "required property 'z' is unsatisfiable"),
+    ({"anyOf": []}, "anyOf '\\[\\]'"),
+    ({"const": "a\u0000"}, "control character"),
+    ({"enum": [1, [{"\u007f": 1}]]}, "control character"),
+    ({"type": "integer", "maximum": 2**60}, "does not keep"),
+    ({"enum": [12345678901234567]}, "12345678901234567, whose digits llguidance does not keep"),
+    ({"type": "number", "minimum": 0.1234567890123456}, "does not keep"),
     ({"type": "integer", "multipleOf": 123456789}, "remainders"),
-    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5, "not": {"const": 0.25}}, "left out"),
-    ({"type": "string", "pattern": "(?=a)b"}, "assert is not supported"),
+    ({"type": "integer", "multipleOf": 0}, "not above 0"),
+    ({"type": "integer", "allOf": [{"multipleOf": 1999}, {"multipleOf": 1997}]}, "several multipleOf"),
+    ({"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 5}, "does not contain a multiple"),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "exclusiveMinimum 0 less than 1 from the other bound"),
+    ({"exclusiveMinimum": 0, "anyOf": [{"exclusiveMaximum": 0.5}, STR]}, "exclusiveMinimum 0 less than 1"),
+    ({"allOf": [{"exclusiveMaximum": 0}, {"exclusiveMinimum": -0.5}]}, "exclusiveMaximum 0 less than 1"),
+    ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+    ({"type": "string", "pattern": "(a)\\1"}, "backreferences"),
+    ({"type": "string", "pattern": "\\bx"}, "not supported"),
+    ({"type": "string", "pattern": "[+--]"}, "a difference of characters"),
+    ({"type": "string", "pattern": 3}, "pattern '3'"),
     ({"$ref": "http://example.com/x", "maxLength": 3}, "part of the schema itself"),
+    ({"$ref": "#/nowhere"}, "to '#/nowhere'"),
     ({"$ref": "#"}, "leads back to itself"),
     ({"anyOf": [{"$ref": "#"}, {"type": "null"}], "minimum": 1}, "leads back to itself"),
-    ({"not": 3}, "in place of a schema"),
+    ({"not": 3}, "not '3'"),
+    ({"dependentRequired": {"a": "b"}}, "dependentRequired .*an object"),
+    ({"required": [1]}, "required .*a list of at most 3,000 names"),
+    ({"properties": {f"{i}": {} for i in range(3001)}}, "properties .*an object of at most 3,000 names"),
+    ({"minItems": -1}, "minItems '-1'"),
+    ({"minItems": True}, "minItems 'True'"),
+    ({"minimum": "a"}, "minimum 'a'"),
+    ({"format": ["date"]}, "format .*a text"),
     ({"type": "string", "minLength": "a"}, "minLength 'a'"),
+    ({"type": "array", "maxItems": 10**9}, "maxItems '1000000000'.*a whole number from 0 to"),
     (json.loads('{"not":' * 100 + "true" + "}" * 100), "nesting deeper"),
-    ({"allOf": [{"anyOf": [{"properties": {f"{i}{j}": INT}} for j in range(6)]} for i in range(9)]}, "alternatives"),
-]
+    ({"allOf": [{"anyOf": [{"properties": {f"{i}{j}": INT}} for j in range(6)]} for i in range(9)]}, "too large"),
+    ({"$defs": PAIRS | {"40": INT}, "not": {"$ref": "#/$defs/0"}}, "refer to each other too often"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("schema", "said"), REFUSED_BY_BOTH, ids=[said[:40] for _, said in REFUSED_BY_BOTH])
-def test_what_neither_can_be_held_to_is_refused(schema: Any, said: str) -> None:
+@pytest.mark.parametrize(("schema", "said"), REFUSED, ids=[said[:40] for _, said in REFUSED])
+def test_what_would_not_be_enforced_is_refused_by_name(schema: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         compiled(schema)
 
 
-def test_xgrammar_is_asked_first() -> None:
-    assert isinstance(compiled(AB), XgrammarGrammar)
+def test_definitions_may_refer_to_one_another_in_a_long_row_that_no_stack_overflows() -> None:
+    row = {f"{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/{i + 1}"}}} for i in range(1500)}
+    assert allows(compiled({"$defs": row | {"1500": INT}, "$ref": "#/$defs/1350"}), {"a": {"a": {}}})
+    with pytest.raises(RequestError, match="more than 400 levels deep"):
+        compiled({"$defs": row | {"1500": INT}, "$ref": "#/$defs/0"})
+
+
+def test_parts_that_nothing_refers_to_are_not_looked_at() -> None:
+    unused = {"uniqueItems": True, "propertys": 3}
+    assert allows(compiled({"$defs": {"unused": unused, "misc": {"x": INT}}, "$ref": "#/$defs/misc/x"}), 1)
+
+
+def test_all_others_are_taken_and_left_as_they_are() -> None:
+    for name, schema in SCHEMAS.items():
+        before = json.dumps(schema)
+        compiled(schema)
+        assert json.dumps(schema) == before, name
+
+
+PATTERNS = [
+    "^[a-z]{2,5}$",
+    "ab",
+    "^https://",
+    "^a|b$",
+    "^yes$|^no$",
+    r"^(foo|ba[rz])+-\d{2}$",
+    r"^[^a-z]{1,3}$",
+    r"^\S.\W?\D$",
+    r"^[^\s,]{1,4}$",
+    r"^[\w.-]+@\w+\.\w{2,3}$",
+    r"^\.\*\+\?\(\)\[\]\{\}\|\^\$/-$",
+    r"^[a[b&&~]c]$",
+    "^[[:alpha:]]$",
+    "",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_pattern_is_found_in_what_its_grammar_allows(pattern: str, data: st.DataObject) -> None:
+    grammar = compiled({"type": "string", "pattern": pattern})
+    found = re.compile(pattern, re.ASCII)
+    text = data.draw(st.one_of(st.from_regex(found), st.text('abcyes19-,.:é[]&~/\\" ', max_size=6)))
+    text = "".join(char for char in text if char >= " " and char not in "\u2028\u2029\u0085\u001c\x7f\xa0")
+    assert allows_text(grammar, json.dumps(text, ensure_ascii=False)) == bool(found.search(text)), text
+
+
+@given(st.integers(0, 5), st.integers(0, 5), st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=11))
+def test_lengths_count_characters(least: int, more: int, text: str) -> None:
+    grammar = compiled({"type": "string", "minLength": least, "maxLength": least + more})
+    assert allows_text(grammar, json.dumps(text, ensure_ascii=False)) == (least <= len(text) <= least + more)
+
+
+@given(st.one_of(st.floats(), st.floats(-1e4, 1e4), st.decimals(-(10**5), 10**5, places=11).map(float)))
+def test_numbers_are_written_to_the_last_digit_or_refused(value: float) -> None:
+    if not math.isfinite(value) or not value:
+        return
+    if is_refused({"enum": [value, "x"]}):
+        assert len(repr(value)) > 16 or not 1e-7 < abs(value) < 1e15
+        return
+    grammar = compiled({"enum": [value, "x"]})
+    assert allows_text(grammar, _plain(value))
+    for other in (math.nextafter(value, math.inf), math.nextafter(value, -math.inf)):
+        assert not allows_text(grammar, _plain(other))
+
+
+def _plain(value: float) -> str:
+    """Return the shortest text of a number without an exponent."""
+    return f"{Decimal(repr(value)):f}".removesuffix(".0")

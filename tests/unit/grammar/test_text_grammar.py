@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-import xgrammar
 
 from raypp.api.tokenizer import Tokenizer
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import RequestError
 from raypp.grammar.compile import compile_constraint
-from raypp.grammar.compiled_grammar import LlguidanceGrammar, lark_of_schema, read_grammar
-from raypp.grammar.schema_writer import rewritten
-from raypp.grammar.text_grammar import MaskRows, TextGrammar
+from raypp.grammar.text_grammar import TextGrammar
 from raypp.grammar.vocabulary import Vocabulary, VocabularySource
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
@@ -42,13 +37,12 @@ def tokenizer() -> Tokenizer:
 def text_grammar(constraint: dict[str, Any], allowed: list[int] | None = None) -> TextGrammar:
     kept = as_structured_outputs(constraint)
     assert kept is not None
-    return TextGrammar(1, compile_constraint(source_of(kept), vocabulary(), 1), VOCAB_SIZE, allowed)
+    return TextGrammar(compile_constraint(source_of(kept), vocabulary()), allowed)
 
 
 def next_masks(text: TextGrammar, drafts: list[int]) -> tuple[list[int], np.ndarray]:
     """Return the drafts with a mask behind them, and all masks."""
-    rows = MaskRows(1, VOCAB_SIZE)  # room for one: the others make it grow
-    return text.add_masks(drafts, rows), rows.bitmasks(0, rows.count)
+    return text.masks(drafts)
 
 
 def tokens_of(mask: np.ndarray) -> set[int]:
@@ -72,7 +66,7 @@ def test_an_end_token_that_is_ordinary_text_is_named_where_a_text_would_need_it(
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     kept = as_structured_outputs({"json_schema": {**schema, "additionalProperties": False}})
     assert kept is not None
-    text = TextGrammar(1, compile_constraint(source_of(kept), ended_by_quote, 1), VOCAB_SIZE, None)
+    text = TextGrammar(compile_constraint(source_of(kept), ended_by_quote), None)
     text.accept(tokenizer().encode(["{"])[0].tolist())
     with pytest.raises(RequestError, match=r"eos_token_id in config\.json") as caught:
         next_masks(text, [])
@@ -86,14 +80,13 @@ def test_any_way_through_a_grammar_is_a_text_of_it() -> None:
         assert text in ("abc", "abd", "x y")
 
 
-# The second one is llguidance's.
 CONSTRAINTS: list[dict[str, Any]] = [
     {"regex": "[a-z]{2,4}( [0-9]{1,3}){1,3}\\."},
     {"json_schema": {"allOf": [{"type": "string", "pattern": "^[a-z é]*$"}, {"minLength": 2, "maxLength": 9}]}},
 ]
 
 
-@pytest.mark.parametrize("constraint", CONSTRAINTS, ids=["xgrammar", "llguidance"])
+@pytest.mark.parametrize("constraint", CONSTRAINTS, ids=["regex", "json_schema"])
 def test_masks_behind_drafts_are_those_of_the_longer_text(constraint: dict[str, Any]) -> None:
     rng = random.Random(1)
     for _ in range(10):
@@ -126,57 +119,12 @@ def test_the_end_is_the_only_thing_behind_a_whole_text(constraint: dict[str, Any
         text.accept([EOS[0]])
 
 
-def byte_fallback_vocabulary() -> Vocabulary:
-    """Return a vocabulary as of sentencepiece: a mark for the space, tokens for single bytes."""
-    words = ["▁", "é", "▁é", 'a"', '":', '":▁', '▁"', '{"', '"}', "10", "205", "5}", "y", "aé", ",▁"]
-    tokens = ["<end>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
-    info = xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.BYTE_FALLBACK, stop_token_ids=[0])
-    return Vocabulary(info, info, info)
-
-
-@pytest.mark.parametrize("of", [vocabulary, byte_fallback_vocabulary])
-def test_both_compilers_allow_the_same_tokens(of: Callable[[], Vocabulary]) -> None:
-    tokens = of()
-    names = {"a": {"enum": ["é y", "y\n", "aé"]}, "b": {"enum": [10, 205]}}
-    schema = {"type": "object", "properties": names, "required": ["a", "b"]}
-    source = source_of({"json_schema": json.dumps(schema)})
-    size, rng = tokens.json.vocab_size, random.Random(0)
-    for _ in range(8):
-        matchers = [
-            compile_constraint(source, tokens, 1).matcher(),
-            LlguidanceGrammar(lark_of_schema(rewritten(schema)), tokens).matcher(),
-        ]
-        while not matchers[0].is_terminated():
-            both = [MaskRows(1, size), MaskRows(1, size)]
-            assert all(rows.add(matcher, None) for rows, matcher in zip(both, matchers, strict=True))
-            allowed = [{token for token in tokens_of(rows.bitmasks(0, 1)[0]) if token < size} for rows in both]
-            assert allowed[0] == allowed[1]
-            token_id = rng.choice(sorted(allowed[0]))
-            assert all([matcher.accept_token(token_id) for matcher in matchers])
-        assert matchers[1].is_terminated()
-
-
-def test_a_grammar_of_llguidance_is_read_as_it_was_written() -> None:
-    grammar = compile_constraint(source_of({"json_schema": '{"const": "b", "not": {"const": "a"}}'}), vocabulary(), 1)
-    read = read_grammar(grammar.written(), vocabulary().json, vocabulary())
-    assert isinstance(read, LlguidanceGrammar)
-    assert read.memory_size_bytes == grammar.memory_size_bytes >= 1 << 20
-    text = TextGrammar(1, read, VOCAB_SIZE, None)
-    text.accept(tokenizer().encode(['"b"'])[0])
-    assert tokens_of(next_masks(text, [])[1][0]) == set(EOS)
-
-
 def test_a_grammar_may_be_in_llguidances_lark() -> None:
-    lark = '%llguidance {}\nstart: "a" "\\n" NUMBER\nNUMBER: /[0-9]+/\n'
-    for grammar in (
-        (compiled := compile_constraint(source_of({"grammar": lark}), vocabulary(), 1)),
-        read_grammar(compiled.written(), vocabulary().text, vocabulary()),
-    ):
-        text = TextGrammar(1, grammar, VOCAB_SIZE, None)
-        text.accept(tokenizer().encode(["a\n12"])[0])
-        assert set(EOS) < tokens_of(next_masks(text, [])[1][0])
+    text = text_grammar({"grammar": '%llguidance {}\nstart: "a" "\\n" NUMBER\nNUMBER: /[0-9]+/\n'})
+    text.accept(tokenizer().encode(["a\n12"])[0])
+    assert set(EOS) < tokens_of(next_masks(text, [])[1][0])
     with pytest.raises(RequestError, match="cannot be compiled"):
-        compile_constraint(source_of({"grammar": "%llguidance {}\nstart: missing"}), vocabulary(), 1)
+        text_grammar({"grammar": "%llguidance {}\nstart: missing"})
 
 
 @pytest.mark.parametrize("options", ["{}", '{"no_forcing": false}'])
@@ -189,12 +137,10 @@ def test_what_a_grammar_in_lark_forces_may_be_written_by_any_tokens(options: str
     assert tokens_of(next_masks(text, [])[1][0]) == set(EOS)
 
 
-def test_llguidance_lets_no_control_character_into_json() -> None:
-    schema = {"type": "string", "pattern": "^[\\s\\S]*$"}
-    text = TextGrammar(1, LlguidanceGrammar(lark_of_schema(rewritten(schema)), vocabulary()), VOCAB_SIZE, None)
+def test_no_control_character_comes_into_json() -> None:
+    text = text_grammar({"json_schema": {"type": "string", "pattern": "^[\\s\\S]*$"}})
     text.accept(tokenizer().encode(['"'])[0])
-    written = vocabulary().text.decoded_vocab
-    allowed = [written[token_id] for token_id in tokens_of(next_masks(text, [])[1][0])]
+    allowed = [vocabulary().tokenizer.decode_bytes([token_id]) for token_id in tokens_of(next_masks(text, [])[1][0])]
     assert b"a" in allowed
     assert not [token for token in allowed if min(token, default=0x20) < 0x20]
 

@@ -6,16 +6,14 @@ import json
 from typing import Any
 
 import pytest
-from grammar_texts import allows_text, vocabulary
+from grammar_texts import allows_text, matcher_of
+from llguidance import LLMatcher
 
-from raypp.grammar.compile import compile_constraint
-from raypp.grammar.compiled_grammar import CompiledGrammar
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.error_bodies import parse_body
 from raypp.openai_api.response_request import ResponseRequest
 from raypp.openai_api.syntax import PLAIN_SYNTAX, MessageSyntax
 from raypp.openai_api.syntaxes import CALL_SYNTAXES, THOUGHT_SYNTAXES
-from raypp.structured_outputs import source_of
 
 HEX_DIGITS = "0123456789abcdefABCDEF"
 WORDS = ["".join(f"{chr(code)}{after}" for after in HEX_DIGITS) for code in range(0x80, 0x100)]
@@ -56,7 +54,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 THINKING = MessageSyntax(thoughts=THOUGHT_SYNTAXES["deepseek_r1"])
 
 
-def calls(syntax: str, schema: Any) -> CompiledGrammar:
+def calls(syntax: str, schema: Any) -> LLMatcher:
     arguments = {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "f", "parameters": arguments}}
     chat = chat_request(tools=[tool], tool_choice="required")
@@ -76,10 +74,10 @@ def response_request(schema: Any) -> ChatRequest:
     return parse_body(ResponseRequest, {"input": "hello", "text": {"format": form}}).chat().request
 
 
-def grammar_of(chat: ChatRequest, syntax: MessageSyntax = PLAIN_SYNTAX) -> CompiledGrammar:
+def grammar_of(chat: ChatRequest, syntax: MessageSyntax = PLAIN_SYNTAX) -> LLMatcher:
     constraint = chat.sampling_params(1000, syntax).structured_outputs
     assert constraint is not None
-    return compile_constraint(source_of(constraint), vocabulary(), 1)
+    return matcher_of(constraint)
 
 
 ASKED: dict[str, tuple[Any, str]] = {

@@ -75,7 +75,7 @@ class Form:
         self._tokenizer = tokenizer
         params = ChatRequest.model_validate({"messages": HELLO, **fields}).sampling_params(1000, syntax)
         assert params.structured_outputs is not None
-        self._grammar = compile_constraint(source_of(params.structured_outputs), vocabulary, 1)
+        self._grammar = compile_constraint(source_of(params.structured_outputs), vocabulary)
 
     def takes(self, text: str) -> bool:
         matcher = self._grammar.matcher()

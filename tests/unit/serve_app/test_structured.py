@@ -1,14 +1,13 @@
-"""Constraints over HTTP, with the grammar process that the engine really has; clients' own helpers: tests/clients."""
+"""Constraints over HTTP, with the threads for grammars of a real engine; clients' own helpers: tests/clients."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
+import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -17,6 +16,13 @@ import pytest
 from openai_tools import HELLO, SILENT, Ping
 from running_app import RunningApp, running_app
 
+from raypp.grammar import grammar_threads
+from raypp.grammar.compiled_grammar import CompiledGrammar
+from raypp.grammar.text_grammar import TextGrammar
+from raypp.grammar.vocabulary import Vocabulary
+from raypp.messages import Int32s
+
+WAIT_S = 60.0
 FREE = {"prompt": "def main(", "max_tokens": 8, "temperature": 0}
 
 
@@ -111,7 +117,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str | None]] = {
     "left recursion without an end": ({"grammar": "root ::= root"}, "no token of the model continues"),
     "huge enum": (
         {"json_schema": {"enum": [f"v{index:05}" for index in range(99_000)]}},
-        "takes longer than|crashed|too long",
+        "too big|too long",
     ),
     "nested quantifiers": ({"regex": "((a|aa)+)+b"}, None),
     "huge repetition": ({"regex": "([a-z]{1,3000}-){1,3000}"}, None),
@@ -146,26 +152,54 @@ def test_a_schema_that_cannot_be_enforced_is_said_of_the_field_that_has_it(http:
     assert ("uniqueItems" in error["message"], error["param"]) == (True, "response_format")
 
 
-def test_a_grammar_process_that_dies_is_replaced(http: httpx.Client) -> None:
-    body = {"prompt": "def", "max_tokens": 40, "structured_outputs": {"regex": "[a-z]{3}-[0-9]{2}"}, "temperature": 0}
-    before = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
-    for process_id in _grammar_processes():
-        os.kill(process_id, signal.SIGKILL)
-    assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == before
+def with_regex(pattern: str) -> dict[str, Any]:
+    return {"prompt": "def", "max_tokens": 40, "structured_outputs": {"regex": pattern}, "temperature": 0}
 
 
-def _grammar_processes() -> list[int]:
-    """Return the children of this process that follow grammars."""
-    own = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command, parent = (
-                (folder / "cmdline").read_bytes(),
-                (folder / "stat").read_text().rsplit(")", 1)[1].split()[1],
-            )
-        except OSError:
-            continue  # it has just ended
-        if b"raypp.grammar.process" in command and int(parent) == os.getpid():
-            own.append(int(folder.name))
-    assert own
-    return own
+def test_what_takes_too_long_to_compile_is_refused_and_keeps_nothing_else(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, compile_constraint = threading.Event(), grammar_threads.compile_constraint
+
+    def compile_held(source: str, vocabulary: Vocabulary) -> CompiledGrammar:
+        assert "held" not in source or may_go_on.wait(WAIT_S)
+        return compile_constraint(source, vocabulary)
+
+    monkeypatch.setattr(grammar_threads, "compile_constraint", compile_held)
+    grammars = [f'root ::= "held{index}"' for index in range(2 * grammar_threads.MAX_COMPILERS + 1)]
+    held = [{**with_regex(""), "structured_outputs": {"grammar": grammar}} for grammar in grammars]
+    other = {**held[0], "structured_outputs": {"grammar": "root ::= [xyz]"}}
+    with ThreadPoolExecutor(len(held)) as clients:
+        answers = [clients.submit(http.post, "/v1/completions", json=body) for body in held]
+        assert http.post("/v1/completions", json=FREE).status_code == 200
+        said = [answer.result(WAIT_S).json()["error"]["message"] for answer in answers]
+    assert sum("takes longer than grammar_compile_timeout_s = 4" in message for message in said) == len(held) - 1
+    assert sum("no thread is left" in message for message in said) == 1
+    assert "no thread is left" in http.post("/v1/completions", json=other).text
+    assert http.post("/v1/completions", json=with_regex("[xyz]")).status_code == 200, "no grammar that a user wrote"
+    may_go_on.set()
+    ends_s = time.monotonic() + WAIT_S
+    while http.post("/v1/completions", json=other).status_code != 200:
+        assert time.monotonic() < ends_s
+    assert http.post("/v1/completions", json=held[0]).json()["choices"][0]["text"] == "held0"
+
+
+def test_a_text_whose_mask_takes_too_long_ends_and_the_others_go_on(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raypp.driver.grammars.MASK_TIMEOUT_S", 1.0)
+    may_go_on, masks = threading.Event(), TextGrammar.masks
+
+    def masks_held(text: TextGrammar, draft_ids: Sequence[int]) -> tuple[list[int], Int32s]:
+        assert text.num_accepted != 3 or may_go_on.wait(WAIT_S)
+        return masks(text, draft_ids)
+
+    slow, short = with_regex("[a-z]{9}-[0-9]{2}"), with_regex("a?b|yes")
+    before = http.post("/v1/completions", json=slow).json()["choices"][0]["text"]
+    monkeypatch.setattr(TextGrammar, "masks", masks_held)
+    with ThreadPoolExecutor(1) as clients:
+        answer = clients.submit(http.post, "/v1/completions", json=slow)
+        assert http.post("/v1/completions", json=short).status_code == 200
+        assert "takes too long to compute masks" in answer.result(WAIT_S).json()["error"]["message"]
+    may_go_on.set()
+    assert http.post("/v1/completions", json=slow).json()["choices"][0]["text"] == before
