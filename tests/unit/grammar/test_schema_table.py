@@ -87,7 +87,7 @@ ROWS = [
                                                              "unevaluatedItems": False})),
     Row("`minLength`, `maxLength`, `pattern`", "all together, up to 20,000 characters; `\\d` and `\\w` are of ASCII",
         [STR | {"pattern": "^[a-z]", "maxLength": 5}, STR | {"allOf": [{"pattern": "a"}, {"pattern": "b$"}]}],
-        "look-around, references to groups, `\\b`, `--` within brackets",
+        "look-around, references to groups, `\\b`, two hyphens within brackets",
         (STR | {"pattern": "a(?=b)"}, STR | {"pattern": r"(a)\1"}, STR | {"pattern": r"\bx"}, {"maxLength": 20001})),
     Row("`minimum`, `maximum`, `exclusiveMinimum`, `exclusiveMaximum`", "all, up to 2^53; fractions of 15 digits",
         [{"type": "number", "exclusiveMinimum": 0, "maximum": 1.5}, INT | {"minimum": -9007199254740992}],
