@@ -87,7 +87,7 @@ class Constraints(Generic[T]):
             constraint = self._queue.popleft()
             if constraint.waiting:
                 source = source_of(dict(constraint.value))
-                job = (GrammarCompileJob if "grammar" in source else CompileJob)(source)
+                job = (GrammarCompileJob if "grammar" in constraint.value else CompileJob)(source)
                 self._compiling[job] = constraint
                 self._backend.submit(job)
             else:
