@@ -22,10 +22,10 @@ class Trip(BaseModel):
 
 
 @guidance(stateless=True)  # type: ignore[untyped-decorator]
-def total(lm: Any, depth: int = 2) -> Any:
-    """A sum in brackets: a rule that has itself in it."""
+def total(lm: Any) -> Any:
+    """A sum in brackets: a rule that has itself in it, as often as the model wants."""
     number = gen(regex="[1-9]", list_append=True, name="numbers")
-    return lm + select([number, "(" + total(depth - 1) + "+" + number + ")"] if depth else [number])
+    return lm + select([number, "(" + total() + "+" + number + ")"])
 
 
 def turn(lm: Any, question: str, answer: Any) -> Any:
@@ -51,7 +51,7 @@ def main(base_url: str) -> None:
     lm = turn(lm, "Plan a trip.", gen_json(name="trip", schema=Trip))
     Trip.model_validate_json(lm["trip"])
     lm = turn(lm, "What does it cost?", total())
-    assert 1 <= len(lm["numbers"]) <= 3
+    assert lm["numbers"]
     assert all(number in "123456789" for number in lm["numbers"])
     lm = turn(lm, "Thanks.", gen(max_tokens=8, name="last"))
     assert isinstance(lm["last"], str)
