@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -41,7 +42,7 @@ Advance = tuple[int, Sequence[int], Sequence[int]]
 """What one step brought to a text: its id, the tokens, the drafts behind them."""
 
 
-class Job:
+class Job(ABC):
     """Something to be done once. Its results are there when `GrammarBackend.receive` has returned it."""
 
     began_s: float | None = None
@@ -60,13 +61,13 @@ class Job:
             got = f"{type(error).__name__}: {error}"[:300]
             self.error = RequestError("a grammar cannot be followed", got=got, param="structured_outputs")
 
+    @abstractmethod
     def do(self, vocabulary: Callable[[], Vocabulary]) -> None:
         """Do it, in the thread that is called.
 
         Raises:
             RayppError: it cannot be done.
         """
-        raise NotImplementedError
 
 
 class CompileJob(Job):
