@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from repository import name_of, package_modules, project_files
+from repository import ROOT, name_of, package_modules, project_files
 
 MAX_LINES = 400
 MAX_KERNEL_LINES = 600  # a model family or a kernel is read as a whole
@@ -89,3 +89,11 @@ def test_test_modules_have_names_of_their_own() -> None:
 
 def test_source_is_ascii() -> None:
     assert not [name_of(path) for path in package_modules() if not path.read_text().isascii()]
+
+
+def test_soak_runs_what_ci_leaves_out():
+    full_sizes = (ROOT / "tests/soak/test_full_sizes.py").read_text()
+    marked = re.compile(r"^@pytest\.mark\.full$|marks=pytest\.mark\.full\b", re.MULTILINE)
+    names = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py") if marked.search(path.read_text())}
+    assert names
+    assert {name for name in names if f'"{name}"' not in full_sizes} == set()

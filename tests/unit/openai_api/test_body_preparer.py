@@ -91,7 +91,7 @@ def answered(prepared: PreparedChat | PreparedCompletion, text: str, **more: Any
 
 
 def form_of(prepared: PreparedChat) -> dict[str, Any]:
-    """Return the form that the text is held to, as the grammar process gets it."""
+    """Return the form that the text is held to, as the compiler gets it."""
     constraint = prepared.params.structured_outputs
     assert constraint is not None
     form: dict[str, Any] = json.loads(constraint["structural_tag"])["format"]
