@@ -338,7 +338,7 @@ def _make_actor(plan: EnginePlan, placement: Placement, index: int) -> Any:
         ),
         "max_concurrency": 8,  # calls beside the one that encodes: figures, and those who ask for themselves
         "max_restarts": plan.config.encoder.max_encoder_restarts,
-        **actor_environment(sees_all_gpus="GPU" in resources),
+        **actor_environment(on_gpu="GPU" in resources),
     }
     return ray.remote(EncoderActor).options(**options).remote()
 
