@@ -84,11 +84,29 @@ class Facts:
         if values[0] and values[1] and not ({*map(_key, values[0][0])} & {*map(_key, values[1][0])}):
             return True
         if common == {"object"}:
-            names = {name for parts in sides for part in parts for name in part.get("required", ())}
+            names = dict.fromkeys(name for parts in sides for part in parts for name in part.get("required", ()))
             return any(self.are_apart(a, b) for name in names for a in _of_name(sides[0], name)
                        for b in _of_name(sides[1], name))  # fmt: skip
         if common == {"number"}:
             return _low(sides[0]) > _high(sides[1]) or _low(sides[1]) > _high(sides[0])
+        return False
+
+    def have_own_constants(self, schemas: list[Any]) -> bool:
+        """Return whether each of many schemas has constants that no other has, itself or for one property of objects.
+
+        That takes one look at each, not one at each two of them.
+        """
+        sides = [[*self.in_place(schema, ("$ref", "allOf"))] for schema in schemas]
+        if _are_distinct(map(_constants, sides)):
+            return True
+        if not all(self._types(schema) == {"object"} for schema in schemas):
+            return False
+        for name in dict.fromkeys(name for part in sides[0] for name in part.get("required", ())):
+            if all(any(name in part.get("required", ()) for part in parts) for parts in sides):
+                found = [[part for each in _of_name(parts, name) for part in self.in_place(each, ("$ref", "allOf"))]
+                         for parts in sides]  # fmt: skip
+                if _are_distinct(map(_constants, found)):
+                    return True
         return False
 
     def opposite(self, schema: Any, at: str) -> list[Any]:
@@ -148,6 +166,22 @@ def _of_name(parts: list[dict[str, Any]], name: str) -> list[Any]:
         elif not part.get("patternProperties"):
             found.append(part.get("additionalProperties", True))
     return found
+
+
+def _constants(parts: list[dict[str, Any]]) -> set[Any]:
+    """Return those of which a value that schemas accept is one; none if it need not be."""
+    return next(({*map(_key, part.get("enum", [part.get("const")]))} for part in parts
+                 if part.keys() & {"enum", "const"}), set())  # fmt: skip
+
+
+def _are_distinct(sets: Iterable[set[Any]]) -> bool:
+    """Return whether there is something in each set, and nothing in two of them."""
+    seen = set[Any]()
+    for each in sets:
+        if not each or not seen.isdisjoint(each):
+            return False
+        seen |= each
+    return True
 
 
 def _low(parts: list[dict[str, Any]]) -> float:

@@ -268,7 +268,8 @@ class _Writer:
 
     def _one_of(self, branches: list[Any], at: str, shared: _Shared) -> Any:
         overlapping: dict[int, list[int]] = {index: [] for index in range(len(branches))}
-        for first, second in combinations(range(len(branches)), 2):
+        pairs = () if self.facts.have_own_constants(branches) else combinations(range(len(branches)), 2)
+        for first, second in pairs:
             if not self.facts.are_apart(branches[first], branches[second]):
                 overlapping[first].append(second)
                 overlapping[second].append(first)

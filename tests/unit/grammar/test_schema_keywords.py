@@ -257,6 +257,28 @@ def test_definitions_may_refer_to_one_another_in_a_long_row_that_no_stack_overfl
         compiled({"$defs": row | {"1500": INT}, "$ref": "#/$defs/0"})
 
 
+@pytest.mark.parametrize("is_reference", [False, True])
+@pytest.mark.parametrize("is_object", [False, True])
+def test_many_alternatives_with_constants_of_their_own_are_told_apart(is_object: bool, is_reference: bool) -> None:
+    def of(kind: str) -> dict[str, Any]:
+        rest = {"next": {"$ref": "#/$defs/k0"}, "b": STR, "kind": {"const": kind}}
+        return {"type": "object", "properties": rest, "required": ["b", "kind"]} if is_object else {"const": kind}
+
+    kinds = {f"k{i}": of(f"k{i}") for i in range(400)}
+    branches = [{"$ref": f"#/$defs/{name}"} for name in kinds] if is_reference else [*kinds.values()]
+    grammar = compiled({"$defs": kinds, "oneOf": branches})
+    for kind, is_one in (("k0", True), ("k399", True), ("k400", False)):
+        assert allows(grammar, {"b": "", "kind": kind} if is_object else kind) == is_one
+
+
+def test_alternatives_of_which_two_share_a_constant_exclude_each_other() -> None:
+    names = [{"enum": [f"k{i}", f"k{i + 1}"]} for i in (0, 2, 4, 5)]
+    grammar = compiled({"oneOf": names})
+    assert [allows(grammar, f"k{i}") for i in range(7)] == [True, True, True, True, True, False, True]
+    kinds = [{"required": ["kind"], "properties": {"kind": name, "a": INT}} for name in names[:2]]
+    assert [allows(compiled({"oneOf": kinds}), value) for value in ({"kind": "k1"}, 3)] == [True, False]
+
+
 def test_parts_that_nothing_refers_to_are_not_looked_at() -> None:
     unused = {"uniqueItems": True, "propertys": 3}
     assert allows(compiled({"$defs": {"unused": unused, "misc": {"x": INT}}, "$ref": "#/$defs/misc/x"}), 1)
