@@ -65,7 +65,8 @@ def _lark(kind: str, value: Any) -> str:
             start = lark_of_grammar(value)
         case _:
             start = lark_of_structural_tag(json.loads(value))
-    return f"{LARK_MARK} {{}}\n{start}\n"
+    # Without one more line in front of a user's Lark: errors say in which of its lines they are.
+    return f"{start}\n" if start.lstrip().startswith(LARK_MARK) else f"{LARK_MARK} {{}}\n{start}\n"
 
 
 def kind_and_value(source: str) -> tuple[str, Any]:

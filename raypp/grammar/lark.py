@@ -26,6 +26,7 @@ JSON_FORM: Mapping[str, Any] = {
 """How JSON is written."""
 
 _MAX_LEVELS = 1_500  # of 3 KiB of stack each
+_MAX_SHOWN_CHARS = 80
 _LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|%json\s*')
 _EBNF_TOKEN = re.compile(
     r"""\s+ | \#[^\n]* | (?P<rule>[^\W\d][\w.-]*)\s*::= | (?P<name>[^\W\d][\w.-]*) | (?P<text>"(?:\\.|[^"\\\n])*")
@@ -55,7 +56,25 @@ def check_schema(schema: Any) -> None:
     from llguidance import LLMatcher
 
     if said := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(f"start: {json_rule(schema)}")):
-        raise cannot_be_enforced("#", said.partition("JSON schema: ")[2].partition("\n")[0] or said)
+        raise cannot_be_enforced("#", reason_of(said))
+
+
+def reason_of(said: str) -> str:
+    """Return in a line why llguidance takes no grammar, of what it says in many: of a pattern, which part and why."""
+    at = re.match(r"at \d+\(\d+\): ", said)
+    said = said.partition("failed to compile JSON schema: ")[2] or said
+    said = re.sub(r'^(?:at \d+\(\d+\): )?invalid regex ".*" \(in regex\): ', at[0] if at else "", said)
+    first, _, rest = said.partition("\n")
+    why = re.search("^error: (.*)", rest, re.MULTILINE)
+    if not first.endswith("regex parse error:") or not why:
+        return first
+    place = re.match(r" {4}(.*)\n {4}( *)(\^+)", rest)
+    if not place:  # a pattern of several lines
+        return f"{first} {why[1]}"
+    pattern, begin = place[1], len(place[2])
+    marked = pattern[begin : begin + len(place[3])][:_MAX_SHOWN_CHARS]
+    around = pattern[max(begin - _MAX_SHOWN_CHARS, 0) : begin + _MAX_SHOWN_CHARS]
+    return f"{first} {why[1]}: {marked or 'its end'} in {around}"
 
 
 def literal(text: Any) -> str:
@@ -103,8 +122,10 @@ def lark_of_grammar(text: str) -> str:
         if not found[0].startswith("%json"):
             pieces.append(found[0])
             continue
-        schema, at = json.JSONDecoder().raw_decode(text, at)
-        pieces.append(json_rule(schema))
+        schema, after = json.JSONDecoder().raw_decode(text, at)
+        num_lines = text.count("\n", found.start(), after)  # as many as before: errors say in which line they are
+        pieces.append(json_rule(schema).replace(" ", " " + "\n" * num_lines, 1))
+        at = after
     _check_depth("".join([*plain, text[at:]]))
     return "".join([*pieces, text[at:]])
 

@@ -59,6 +59,11 @@ def test_a_text_is_allowed_if_the_constraint_means_it(case: tuple[dict[str, Any]
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"regex": "x(?=y)"}, "look-around"),
+    ({"regex": r"abc\Z"}, r"regex parse error: unrecognized escape sequence: \\Z in abc\\Z; expected"),
+    ({"regex": "a" * 300 + "("}, r"regex parse error: unclosed group: \( in a+\(; expected"),
+    ({"regex": r"\b" + "a" * 300}, r"got: at 2\(8\): lookarounds not supported"),
+    ({"regex": "(?:a"}, r"unclosed group: \( in \(\?:a"),
+    ({"grammar": "%llguidance {}\nstart: A\nA: /b(?=c)/"}, r"at 3\(4\): .* is not supported: \(\?= in b\(\?=c\); "),
     ({"regex": "[+--]"}, "a difference of characters"),
     ({"grammar": 'root ::= "a'}, "'\"a' in line 1 is no EBNF"),
     ({"grammar": '\nroot ::= "a" (= "b")'}, "in line 2 is no EBNF"),
@@ -77,7 +82,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "%llguidance {}\nstart: r0\n" + "".join(f'r{i}: "a" r{i + 1}\n' for i in range(3000))}, "levels"),
     ({"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000}, "nested too deeply"),
     ({"grammar": '%llguidance {}\nstart: %json {"multipleOf": 1000003}'}, "multipleOf 1000003"),
-    ({"grammar": "%llguidance {}\nstart: missing"}, "missing"),
+    ({"grammar": "%llguidance {}\nstart: missing"}, r"at 2\(8\): unknown name: \"missing\""),
+    ({"grammar": '%llguidance {}\nstart: %json {\n"type": "null"\n} b\nb: missing'}, r"at 5\(4\): unknown name"),
 ]
 
 
