@@ -27,7 +27,8 @@ JSON_FORM: Mapping[str, Any] = {
 
 _MAX_LEVELS = 1_500  # of 3 KiB of stack each
 _MAX_SHOWN_CHARS = 80
-_LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|%json\s*')
+# As llguidance's lexer has them: a pattern may have several lines, and a special token quotes and #.
+_LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|//[^\n]*|#[^\n]*|<[^<>\s]+>|%json\s*')
 _EBNF_TOKEN = re.compile(
     r"""\s+ | \#[^\n]* | (?P<rule>[^\W\d][\w.-]*)\s*::= | (?P<name>[^\W\d][\w.-]*) | (?P<text>"(?:\\.|[^"\\\n])*")
     | (?P<chars>\[\^?(?:\\.|[^\]\\])*\]) | (?P<sign>[()|*+?.]) | (?P<times>\{\s*\d+\s*(?:,\s*\d*\s*)?\})""",

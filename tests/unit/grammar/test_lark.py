@@ -21,6 +21,7 @@ LARK = r"""%llguidance {}
 start: "%json {" X %json {"type": "string", "minLength": 3} // %json x
 X: /"a\/%json"/
 """
+LINES = '%llguidance {}\nX: /a\n"#/\nstart: X %json {"const": "b"}'
 # A constraint; texts that it allows; texts that it does not.
 CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"regex": r"[a-z]+/x\d"}, ["ab/x1"], ["x", "ab/x", "ab/x12", "ab/x٣"]),
@@ -44,6 +45,7 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"grammar": 'root ::= root | "a"'}, ["a"], ["", "aa"]),
     ({"grammar": 'root ::= a-b\na-b ::= "x" c.d\nc.d ::= "é" root | "y"'}, ["xy", "xéxy"], ["x", "xéx"]),
     ({"grammar": JSON}, ['{"a": [1, 2.5, "x\\n"], "b": {}}'], ['{"a": }', '{"a": "\n"}']),
+    ({"grammar": LINES}, ['a\n"#"b"'], ['a\n"#"c"']),
     ({"grammar": LARK}, ['%json {"a/%json""abc"'], ['%json {"a/%json""ab"']),
     (tag_of({"type": "grammar", "grammar": 'root ::= "a" root | "b"'}), ["aab"], ["aa"]),
 ]
@@ -82,6 +84,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "%llguidance {}\nstart: r0\n" + "".join(f'r{i}: "a" r{i + 1}\n' for i in range(3000))}, "levels"),
     ({"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000}, "nested too deeply"),
     ({"grammar": '%llguidance {}\nstart: %json {"multipleOf": 1000003}'}, "multipleOf 1000003"),
+    ({"grammar": '%llguidance {}\nX: /\n"/\nstart: X %json {"multipleOf": 1000003}'}, "multipleOf 1000003"),
+    ({"grammar": '%llguidance {}\nstart: <"> %json {"multipleOf": 1000003}'}, "multipleOf 1000003"),
+    ({"grammar": '%llguidance {}\nstart: <#> %json {"multipleOf": 1000003}'}, "multipleOf 1000003"),
+    (
+        {
+            "grammar": '%llguidance {}\nX: /\n"/\nstart: r0\n'
+            + "".join(f"r{i}: X r{i + 1}\n" for i in range(3000))
+            + '""'
+        },
+        "levels",
+    ),
     ({"grammar": "%llguidance {}\nstart: missing"}, r"at 2\(8\): unknown name: \"missing\""),
     ({"grammar": '%llguidance {}\nstart: %json {\n"type": "null"\n} b\nb: missing'}, r"at 5\(4\): unknown name"),
 ]
