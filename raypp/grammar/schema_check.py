@@ -84,7 +84,7 @@ def checked(root: Any) -> dict[int, Any]:
     Raises:
         RequestError: names the first part that could not be enforced.
     """
-    resource: Resource[Any] = Resource.from_contents(root if isinstance(root, dict) else {}, DRAFT202012)
+    resource = _resource("#", root if isinstance(root, dict) else {})
     base = resource.id() or ""
     resolver = Registry[Any]().with_resource(base, resource).resolver(base)
     targets, edges, seen = dict[int, Any](), dict[int, set[int]](), set[int]()
@@ -101,7 +101,7 @@ def checked(root: Any) -> dict[int, Any]:
         if len(seen) > MAX_SCHEMA_NODES:
             raise cannot_be_enforced("#", f"more than {MAX_SCHEMA_NODES:,} parts")
         if "$id" in schema and schema is not root:
-            resolver = resolver.in_subresource(Resource.from_contents(schema, DRAFT202012))
+            resolver = resolver.in_subresource(_resource(at, schema))
         _check_keywords(at, schema)
         for keyword, place, child in children(schema):
             waiting.append((f"{at}/{place}", child, resolver, depth + 1))
@@ -110,7 +110,7 @@ def checked(root: Any) -> dict[int, Any]:
         if "$ref" in schema:
             try:
                 resolved = resolver.lookup(schema["$ref"])
-            except (Unresolvable, ValueError):
+            except (Unresolvable, ValueError, TypeError, AttributeError):  # the last of names that are no texts
                 what = f"$ref to {schema['$ref'][:80]!r}: it has to name a part of the schema itself"
                 raise cannot_be_enforced(at, what) from None
             targets[id(schema)] = resolved.contents
@@ -126,6 +126,16 @@ def checked(root: Any) -> dict[int, Any]:
 def is_note(keyword: str) -> bool:
     """Return whether no text can offend against a keyword: it describes, or is an extension, `x-...`, of some tool."""
     return keyword in _NOTES or keyword.startswith("x-")
+
+
+def _resource(at: str, schema: dict[str, Any]) -> Resource[Any]:
+    """Return a schema as what references within it are relative to."""
+    try:
+        resource: Resource[Any] = Resource.from_contents(schema, DRAFT202012)
+        resource.id()
+    except AttributeError:
+        raise cannot_be_enforced(at, "$id, id or $schema that is no text", expected="a text") from None
+    return resource
 
 
 def children(schema: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
