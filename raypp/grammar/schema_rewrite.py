@@ -26,6 +26,7 @@ _KEYWORDS_OF = {
     "array": {"items", "prefixItems", "additionalItems", "unevaluatedItems", "minItems", "maxItems", "uniqueItems"},
 }
 _OPEN = _OF_OBJECTS - {"properties", "patternProperties"}
+_NO_NAME = "^[^\\s\\S]$"
 _MAX_REMAINDERS = 10_000
 _MAX_ALTERNATIVES = 100
 MAX_LEVELS = 400  # of 5 KiB of stack each
@@ -202,23 +203,25 @@ class _Writer:
     def _name_pattern(self, names: Any, at: str) -> str | None:
         """Return the pattern of the names that a schema accepts; None for all."""
         if isinstance(names, bool):
-            return None if names else "^[^\\s\\S]$"
-        if id(names) in self.facts.targets:
-            return self._name_pattern(self.facts.targets[id(names)], at)
+            return None if names else _NO_NAME
         said = {key for key in names if not is_note(key) and key not in ("type", "format")}
         if "string" not in names.get("type", "string"):
-            return "^[^\\s\\S]$"
+            return _NO_NAME
         if not said:
             return None
+        if said == {"$ref"}:
+            return self._name_pattern(self.facts.targets[id(names)], at)
         if said == {"pattern"}:
             return str(names["pattern"])
-        if said <= {"const", "enum"}:
-            words = [word for word in names.get("enum", [names.get("const")]) if isinstance(word, str)]
-            return f"^(?:{'|'.join(map(re.escape, words))})$"
+        if said in ({"const"}, {"enum"}):
+            words = _words(names)
+            return f"^(?:{'|'.join(map(re.escape, words))})$" if words else _NO_NAME
         if said <= {"minLength", "maxLength"}:
             return f"^[\\s\\S]{{{int(names.get('minLength', 0))},{names.get('maxLength', '')}}}$"
         if said == {"not"} and isinstance(names["not"], dict) and names["not"].keys() <= {"const", "enum", "type"}:
-            return other_words(names["not"].get("enum", [names["not"].get("const")]))
+            if names["not"].keys() <= {"type"}:
+                return _NO_NAME if "string" in names["not"].get("type", "string") else None
+            return other_words(_words(names["not"]))
         raise cannot_be_enforced(at, f"propertyNames with {sorted(said)[0]}")
 
     # Schemas of the same value.
@@ -327,6 +330,11 @@ class _Writer:
                 bound = rounded(value)
                 if value != bound and bound in left_out and (bound == 0 or (bound > 0) == (rounded is floor)):
                     raise cannot_be_enforced(at, f"exclusive{ending} {bound} less than 1 from the other bound")
+
+
+def _words(schema: dict[str, Any]) -> list[str]:
+    """Return the texts among a schema's constants."""
+    return [word for word in schema.get("enum", [schema.get("const")]) if isinstance(word, str)]
 
 
 def _counted(out: dict[str, Any]) -> dict[str, Any]:
