@@ -49,13 +49,13 @@ _COUNTS = (
     "minContains",
     "maxContains",
 )
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys((*_MAPS, "dependentRequired"), ((dict,), f"an object of at most {MAX_PROPERTIES:,} names")),
     **dict.fromkeys(_LISTS, ((list,), "a list of schemas")),
     **dict.fromkeys(_SCHEMAS, ((dict, bool), "a schema")),
     **dict.fromkeys(_COUNTS, ((int, float), f"a whole number from 0 to {MAX_COUNT:,}")),
-    **dict.fromkeys(_BOUNDS, ((int, float, bool), "a number")),
+    **dict.fromkeys(BOUNDS, ((int, float, bool), "a number")),
     "items": ((dict, bool, list), "a schema"),
     "multipleOf": ((int, float), "a number above 0"),
     "type": ((str, list), "a type, or a list of them"),
@@ -187,7 +187,7 @@ def _check_keywords(at: str, schema: dict[str, Any]) -> None:
                     _ = [pattern_of(pattern) for pattern in ([value] if keyword == "pattern" else value)]
                 except ValueError as error:
                     raise cannot_be_enforced(at, str(error)) from None
-            case _ if keyword in _BOUNDS and not isinstance(value, bool):
+            case _ if keyword in BOUNDS and not isinstance(value, bool):
                 _check_number(at, value, _MAX_EXACT if isinstance(value, int) else _MAX_BOUND_DIGITS)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -41,7 +41,7 @@ class Facts:
         if self._num_steps > _MAX_STEPS:
             raise cannot_be_enforced("#", "parts that refer to each other too often")
 
-    def in_place(self, schema: Any, keywords: Iterable[str]) -> Iterator[dict[str, Any]]:
+    def in_place(self, schema: Any, keywords: Container[str]) -> Iterator[dict[str, Any]]:
         """Yield a schema and those of the same value that it has by certain keywords."""
         waiting, seen = [schema], set[int]()
         while waiting:
@@ -146,6 +146,17 @@ class Facts:
                 case _:
                     raise cannot_be_enforced(at, f"{keyword} within not, if, or oneOf of schemas that share values")
         return found
+
+
+def opposite_bounds(parts: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the bounds of numbers that the opposites of schemas may have."""
+    for part in parts:
+        for keyword, (kind, other, _) in _OPPOSITES.items():
+            if kind == "number" and keyword in part:
+                yield {other: part[keyword]}
+        for value in part.get("enum", [part.get("const")]):
+            if _type_of(value) == "number":
+                yield {"exclusiveMinimum": value, "exclusiveMaximum": value}
 
 
 def lacking(name: str) -> dict[str, Any]:

@@ -16,8 +16,17 @@ from itertools import combinations
 from math import ceil, comb, floor, inf, lcm
 from typing import Any
 
-from raypp.grammar.schema_check import IN_PLACE, cannot_be_enforced, checked, children, is_note, pattern_of, step_of
-from raypp.grammar.schema_facts import Facts, lacking, other_words
+from raypp.grammar.schema_check import (
+    BOUNDS,
+    IN_PLACE,
+    cannot_be_enforced,
+    checked,
+    children,
+    is_note,
+    pattern_of,
+    step_of,
+)
+from raypp.grammar.schema_facts import Facts, lacking, opposite_bounds, other_words
 
 _FORMATS = frozenset({"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"})
 _OF_OBJECTS = {"properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "propertyNames"}
@@ -39,7 +48,7 @@ def rewritten(schema: Any) -> Any:
         RequestError: names the first part that could not be enforced.
     """
     try:
-        writer = _Writer(Facts(checked(schema)))
+        writer = _Writer(Facts(checked(schema)), schema)
         written = writer.write(schema, "#", None)
         while writer.pending:
             name, target, at, shared = writer.pending.pop()
@@ -86,10 +95,12 @@ _Shared = frozenset[str | None] | _Every | None
 @dataclass
 class _Writer:
     facts: Facts
+    root: Any
     definitions: dict[str, Any] = field(default_factory=dict)
     pending: list[tuple[str, Any, str, _Shared]] = field(default_factory=list)
     """What is to be written as definitions: name, schema, place, and what others speak of."""
     _names: dict[tuple[int, _Shared], str] = field(default_factory=dict)
+    _are_bounds_checked: bool = False  # all of them, each against each
 
     def write(self, schema: Any, at: str, shared: _Shared) -> Any:
         """Return a schema in other words."""
@@ -105,6 +116,8 @@ class _Writer:
         is_merged = num_parts + bool(own.keys() & _OF_OBJECTS | own.keys() & _KEYWORDS_OF["array"]) > 1
         if shared is None:
             self._check_numbers(schema, at)
+        if (shared is _EVERY and own.keys() & BOUNDS) or {"properties", "patternProperties"} <= own.keys():
+            self._check_all_bounds(at)
         inner = self._shared_names(schema) if shared is None and is_merged else shared
         kinds = [kind for kind, keywords in _KEYWORDS_OF.items() if own.keys() <= keywords]
         if kinds and own and not num_parts and shared is None:
@@ -323,6 +336,18 @@ class _Writer:
         most = max((power for _, power in steps), default=0)
         if len(steps) > 1 and lcm(*(whole * 10 ** (most - power) for whole, power in steps)) > _MAX_REMAINDERS:
             raise cannot_be_enforced(at, f"several multipleOf with more than {_MAX_REMAINDERS:,} remainders")
+        self._check_bounds(parts, at)
+
+    def _check_all_bounds(self, at: str) -> None:
+        """Check the bounds of all schemas together: here is one that meets others, from wherever, or is an opposite."""
+        if not self._are_bounds_checked:
+            parts = [*self.facts.in_place(self.root, _EVERY)]
+            is_negated = any(part.keys() & {"not", "if", "oneOf"} for part in parts)
+            self._check_bounds([*parts, *(opposite_bounds(parts) if is_negated else ())], at)
+            self._are_bounds_checked = True
+
+    @staticmethod
+    def _check_bounds(parts: list[dict[str, Any]], at: str) -> None:
         for ending, other, rounded in (("Minimum", "aximum", floor), ("Maximum", "inimum", ceil)):
             given = [(part.get(f"exclusive{ending}", False), part.get(ending.lower())) for part in parts]
             left_out = {plain if bound is True else bound for bound, plain in given if bound is not False}

@@ -227,6 +227,14 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "exclusiveMinimum 0 less than 1 from the other bound"),
     ({"exclusiveMinimum": 0, "anyOf": [{"exclusiveMaximum": 0.5}, STR]}, "exclusiveMinimum 0 less than 1"),
     ({"allOf": [{"exclusiveMaximum": 0}, {"exclusiveMinimum": -0.5}]}, "exclusiveMaximum 0 less than 1"),
+    ({"allOf": [{"items": {"exclusiveMinimum": 1}}, {"items": {"maximum": 1.5}}]}, "1 less than 1 .*/allOf/0/items"),
+    (
+        {"properties": {"ab": {"exclusiveMinimum": 0}}, "patternProperties": {"^a": {"maximum": 0.5}}},
+        "exclusiveMinimum 0 less than 1",
+    ),
+    ({"type": "number", "maximum": 1.5, "not": {"maximum": 1}}, "exclusiveMinimum 1 less than 1 .*, at #/not"),
+    ({"type": "number", "not": {"enum": [1, 1.5]}}, "exclusiveMinimum 1 less than 1 .*, at #/not"),
+    ({"oneOf": [{"minimum": -1.5}, {"minimum": -1}]}, "exclusiveMaximum -1 less than 1 .*/oneOf/0"),
     ({"type": "string", "pattern": "(?=a)b"}, r"got: regex parse error: look-around, .*: \(\?= in \(\?=a\)b; expected"),
     ({"type": "string", "pattern": "(?x)\na\nb("}, "got: regex parse error: unclosed group"),
     ({"type": "string", "pattern": "(a)\\1"}, "backreferences"),
@@ -293,6 +301,12 @@ def test_alternatives_of_which_two_share_a_constant_exclude_each_other() -> None
     assert [allows(grammar, f"k{i}") for i in range(7)] == [True, True, True, True, True, False, True]
     kinds = [{"required": ["kind"], "properties": {"kind": name, "a": INT}} for name in names[:2]]
     assert [allows(compiled({"oneOf": kinds}), value) for value in ({"kind": "k1"}, 3)] == [True, False]
+
+
+def test_bounds_of_different_values_have_nothing_to_do_with_each_other() -> None:
+    share = {"properties": {"a": {"exclusiveMinimum": 0}, "b": {"maximum": 0.5}}}
+    grammar = compiled({"allOf": [share], "properties": {"c": {"not": {"const": "x"}}}, "required": ["a", "b"]})
+    assert [allows(grammar, {"a": a, "b": 0.25}) for a in (0, 0.1)] == [False, True]
 
 
 def test_parts_that_nothing_refers_to_are_not_looked_at() -> None:
