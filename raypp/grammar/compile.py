@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from raypp.errors import RequestError, page
@@ -44,10 +45,13 @@ def grammar_of(source: str) -> str:
     """
     kind, value = kind_and_value(source)
     try:
-        return _lark(kind, value)
+        grammar = _lark(kind, value)
+        if half := re.search("[\ud800-\udfff]", grammar):
+            raise ValueError(f"the character \\u{ord(half[0]):x}, which is half of one")
+        return grammar
     except RecursionError:
         raise refused(kind, "it is nested too deeply") from None
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:  # the latter of the number of a character
         raise refused(kind, str(error)) from None
 
 

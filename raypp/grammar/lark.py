@@ -90,11 +90,17 @@ def literal(text: Any) -> str:
 
 
 def regex(pattern: str) -> str:
-    """Return a regular expression, which all of a text matches."""
+    """Return a regular expression, which all of a text matches.
+
+    Raises:
+        ValueError: it would be read in another way.
+    """
     from llguidance import regex_to_lark
 
     bare = pattern.removeprefix("^")
-    bare = bare[:-1] if re.search(r"(?<!\\)(?:\\\\)*\$$", bare) else bare
+    bare = bare[:-1] if re.search(r"(?<!\\)(?:\\\\)*\$\Z", bare) else bare
+    if re.search(r"(?<!\\)(?:\\\\)*\\\Z", bare):  # regex_to_lark would drop it
+        raise ValueError(f"the pattern {pattern[:40]!r} ends with a \\ that escapes nothing")
     return f"/{regex_to_lark(pattern_of(bare), 'dw')}/" if bare else '""'
 
 

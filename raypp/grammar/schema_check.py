@@ -174,6 +174,9 @@ def _check_keywords(at: str, schema: dict[str, Any]) -> None:
             is_right = is_right and value in range(MAX_COUNT + 1)
         if not is_right:
             raise cannot_be_enforced(at, f"{keyword} {str(value)[:40]!r}", expected=expected)
+        if keyword in ("required", "properties", "patternProperties", "pattern"):
+            for text in [value] if isinstance(value, str) else value:
+                _check_characters(at, text)
         match keyword:
             case "type":
                 _check_types(at, value)
@@ -195,6 +198,11 @@ def _are_names(names: list[Any]) -> bool:
     return all(isinstance(name, str) for name in names)
 
 
+def _check_characters(at: str, text: str) -> None:
+    if half := re.search("[\ud800-\udfff]", text):
+        raise cannot_be_enforced(at, f"the character \\u{ord(half[0]):x}, which is half of one")
+
+
 def _check_types(at: str, value: str | list[Any]) -> None:
     for name in [value] if isinstance(value, str) else value:
         if name not in TYPES:
@@ -214,6 +222,7 @@ def check_values(at: str, values: list[Any]) -> None:
             case str():
                 if re.search(r"[\x00-\x07\x0b\x0e-\x1f\x7f]", value):
                     raise cannot_be_enforced(at, f"the value {value[:40]!r}, with a control character")
+                _check_characters(at, value)
             case int() | float():
                 _check_number(at, value, _MAX_EXACT)
             case dict():
