@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -159,6 +160,14 @@ def test_a_bad_prompt_is_named(prompt: Any, param: str, words: str) -> None:
         complete(prompt=prompt)
     assert caught.value.param == param
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [{"name": "a"}, {"name": "a", "schema": None}, {"name": "a", "strict": None}])
+def test_a_form_without_a_schema_is_any_object(given: dict[str, Any]) -> None:
+    wanted = {"type": "json_schema", "json_schema": given}
+    form = chat(response_format=wanted).sampling_params(100).structured_outputs
+    assert form is not None
+    assert json.loads(form["json_schema"]) == {"type": "object", "additionalProperties": True}
 
 
 FUNCTION = {"type": "function", "function": {"name": "f"}}
