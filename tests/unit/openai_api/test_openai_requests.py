@@ -176,7 +176,12 @@ FUNCTION = {"type": "function", "function": {"name": "f"}}
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "not one of the kinds"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs",
+            "several kinds for one text; got: ['choice', 'regex']; expected: a dict with one of",
+        ),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs", "regex is empty"),
         ({"structured_outputs": {"regex": "a" * (1 << 21)}}, "structured_outputs", "too long"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
