@@ -154,7 +154,10 @@ def response_schema(kind: str, json_schema: dict[str, Any] | None) -> dict[str, 
     """Return the schema that `response_format` asks for; None when it asks for text."""
     if kind == "json_object":
         return _ANY_OBJECT
-    return None if json_schema is None else json_schema.get("schema", _ANY_OBJECT)
+    if json_schema is None:
+        return None
+    schema = json_schema.get("schema")
+    return _ANY_OBJECT if schema is None else schema
 
 
 def _structural_tag(form: Form) -> dict[str, Any]:

@@ -297,7 +297,9 @@ class ChatRequest(CompletionFields):
                 param="response_format",
             )
         given = (wanted.json_schema or {}) if wanted is not None else {}
-        if "schema" not in given and (others := sorted(given.keys() - {"name", "description", "strict"})):
+        if given.get("schema") is None and (
+            others := sorted(given.keys() - {"name", "description", "strict", "schema"})
+        ):
             raise RequestError(
                 "response_format.json_schema has no schema, and has what belongs into one",
                 got=", ".join(others)[:200],

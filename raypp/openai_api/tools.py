@@ -82,7 +82,11 @@ class ToolUse:
             RequestError: a strict function whose schema cannot be enforced.
         """
         schema = tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+        types = schema.get("type", "object")
         try:
+            if types != "object" and not (isinstance(types, list) and "object" in types):
+                raise cannot_be_enforced("#", f"the type {str(types)[:40]!r}", expected="object: arguments have names")
+            schema = {**schema, "type": "object"}
             check_schema(schema)
             if not is_json:
                 _check_bare_parameters(schema)
