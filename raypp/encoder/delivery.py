@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.encoder.encoded_item import EncodedItem
+from raypp.encoder.protocol import EncodedItem
 from raypp.transport.ipc.cuda_device import CudaDevice
 
 _ALIGNMENT = 256

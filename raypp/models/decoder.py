@@ -8,6 +8,8 @@ The objects are plain, not `torch.nn.Module`s: nothing is trained, and each of a
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,16 +17,15 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from raypp.graphs.compiled import CompiledFunction
 from raypp.graphs.cost import RecordingCost
 from raypp.models.config import EMBEDDING, LM_HEAD, ModelConfig
 from raypp.models.draft_head import DraftHead
-from raypp.models.layer import TransformerLayer
-from raypp.models.rope import axis_frequencies, inverse_frequencies
+from raypp.models.layer import TransformerLayer, axis_frequencies, inverse_frequencies
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes
 from raypp.models.weights import WeightReader, WeightSource
-from raypp.ops.attention import AttentionBatch
+from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.backend import KernelSet, LMHead, Projection
-from raypp.ops.rotary import Rotation
 from raypp.ops.weight import Weight
 
 
@@ -117,7 +118,7 @@ class DecoderModel:
         self.taps: dict[int, torch.Tensor] = {}
         """By depth, the residual stream of the last forward after so many layers, [max_tokens, H]; it never moves."""
         self.costs: dict[str, RecordingCost] = {}
-        """What `raypp.models.compiled_layer.compile_layers` took, as `compile`."""
+        """What `raypp.models.decoder.compile_layers` took, as `compile`."""
         if head_support is not None:
             for depth in head_support.tap_depths:
                 self.taps[depth] = torch.zeros(head_support.max_tokens, config.hidden_size, dtype=dtype, device=device)
@@ -280,3 +281,93 @@ class DecoderModel:
         """Return the LM head's logits, [N, V] float32. Shapes: normalized [N, H]."""
         assert self._plain_lm_head is not None, "nobody said that a draft head would need it"
         return self._plain_lm_head(normalized)
+
+
+_LOG = logging.getLogger(__name__)
+
+
+def _before(layer: DecoderLayer, hidden: torch.Tensor) -> torch.Tensor:
+    return layer.before_attention(hidden)
+
+
+def _after(layer: DecoderLayer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    return layer.after_attention(hidden, attended)
+
+
+class CompiledLayer:
+    """A layer whose pure functions run compiled; with few tokens, its own. See `raypp.models.decoder.DecoderLayer`."""
+
+    def __init__(
+        self, layer: DecoderLayer, before: CompiledFunction, after: CompiledFunction | None, fewest_tokens: int
+    ) -> None:
+        self.has_experts = layer.has_experts
+        self._layer = layer
+        self._before = before
+        self._after = after
+        self._fewest_tokens = fewest_tokens
+
+    def before_attention(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return queries, keys and values, [T, (Hq + 2 Hk) * D]. Shapes: hidden [T, H]."""
+        if len(hidden) < self._fewest_tokens:
+            return self._layer.before_attention(hidden)
+        return self._before(self._layer, hidden)
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        by: Rotation,
+        kv_cache: torch.Tensor,
+        attention: AttentionBatch,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention's output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
+        return self._layer.attend(qkv, by, kv_cache, attention, out)
+
+    def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream after the layer, [T, H]. Shapes: hidden [T, H]; attended [T, Hq * D]."""
+        if self._after is None or len(hidden) < self._fewest_tokens:
+            return self._layer.after_attention(hidden, attended)
+        return self._after(self._layer, hidden, attended)
+
+
+def compile_layers(model: DecoderModel, max_tokens: int, backend: str) -> None:
+    """Run what is before and after attention of a model's layers through torch.compile, from here on.
+
+    What that took is in `model.costs`. Steps of few tokens, whose products the model's own kernels compute, run the
+    layers' own functions.
+
+    Args:
+        model: It has its weights.
+        max_tokens: Of a step.
+        backend: torch's name of the compiler.
+
+    Raises:
+        ConfigError: the compiler cannot; says why.
+    """
+    fewest_tokens = model.kernels.library_from_tokens
+    if max_tokens < fewest_tokens:
+        model.costs["compile"] = RecordingCost()
+        return
+    started = time.perf_counter()
+    sizes = (model.hidden_size, model.attention_size)
+    hidden, attended = (torch.zeros(1, size, dtype=model.dtype, device=model.device) for size in sizes)
+    dense = next((layer for layer in model.layers if not layer.has_experts), None)
+    sizes_of_steps = {"fewest_tokens": fewest_tokens, "most_tokens": max_tokens}
+    with torch.inference_mode():
+        before = CompiledFunction(_before, model.layers[0], (hidden,), **sizes_of_steps, backend=backend)
+        after = None
+        if dense is not None:
+            after = CompiledFunction(_after, dense, (hidden, attended), **sizes_of_steps, backend=backend)
+    num_compiled = before.num_compiled + (0 if after is None else after.num_compiled)
+    cost = RecordingCost(num_compiled, time.perf_counter() - started)
+    _LOG.info(
+        "%s compiled what is before and after attention, for steps of %d to %d tokens, in %.1f s",
+        backend,
+        fewest_tokens,
+        max_tokens,
+        cost.seconds,
+    )
+    model.layers = [
+        CompiledLayer(layer, before, None if layer.has_experts else after, fewest_tokens) for layer in model.layers
+    ]
+    model.costs["compile"] = cost

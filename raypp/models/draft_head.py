@@ -21,12 +21,10 @@ import torch.nn.functional as F  # noqa: N812
 
 from raypp.errors import ModelLoadError
 from raypp.models.draft_head_config import DraftHeadConfig
-from raypp.models.layer import AttentionWeights, GatedMLP, read_attention
-from raypp.models.rope import inverse_frequencies
+from raypp.models.layer import AttentionWeights, GatedMLP, inverse_frequencies, read_attention
 from raypp.models.weights import WeightReader
-from raypp.ops.attention import AttentionBatch
+from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.backend import JoinedProjection, KernelSet, Projection
-from raypp.ops.rotary import Rotation
 from raypp.ops.sample.tables import AdjustedLogits
 from raypp.ops.sample.token_choice import TokenChoice
 

@@ -141,7 +141,7 @@ def checkpoint_shapes(path: Path) -> Mapping[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in stored_tensors(path).items()}
     if not (path / PICKLED_FILE).is_file():
         raise no_weights(path, beside=f", or {PICKLED_FILE}")
-    from raypp.models.pickled_weights import PickledWeights  # with torch, which safetensors' headers do without
+    from raypp.models.weights import PickledWeights  # with torch, which safetensors' headers do without
 
     return PickledWeights(path / PICKLED_FILE).shapes()
 

@@ -230,7 +230,7 @@ def _dynamic_skips(section: _Section) -> tuple[str, ...]:
 def _read_compressed(section: _Section, model: ConfigFields) -> Quantization | None:
     """Read compressed-tensors' `config_groups`, which must agree on the weights; None if only the KV cache has a form.
 
-    What form that is: `raypp.models.kv_cache_scheme`.
+    What form that is: `raypp.models.config`.
     """
     if section.get("sparsity_config"):
         section.below("sparsity_config").require("format", ("dense",), where_unsaid="dense")

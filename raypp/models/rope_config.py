@@ -1,7 +1,7 @@
 """Reads from config.json how a model's rotary embedding turns, and how far it is stretched. Needs no torch.
 
 Both forms of that file are read: `rope_theta` with `rope_scaling` (published checkpoints) and `rope_parameters` (what
-transformers 5 writes). `raypp.models.rope` makes frequencies of it.
+transformers 5 writes). `raypp.models.layer` makes frequencies of it.
 """
 
 from __future__ import annotations

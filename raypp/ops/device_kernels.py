@@ -8,8 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from raypp.ops.backend import KernelSet
-from raypp.ops.block_store import BlockMover, BlockStore, TorchBlockMover
-from raypp.ops.cpu.torch_blocks import TorchBlockStore
+from raypp.ops.block_store import BlockMover, BlockStore, TorchBlockMover, TorchBlockStore
 from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.sample.token_choice import TokenChoice, TorchTokenChoice
 
@@ -74,7 +73,7 @@ def open_block_store(kv_caches: torch.Tensor, num_cpu_blocks: int, num_staged: i
 
     mover: BlockMover = TorchBlockMover()
     if _has_triton():
-        from raypp.ops.cuda.block_kernels import KernelBlockMover
+        from raypp.ops.cuda.pinned_blocks import KernelBlockMover
 
         mover = KernelBlockMover()
     return PinnedBlockStore(kv_caches, num_cpu_blocks, num_staged, mover)

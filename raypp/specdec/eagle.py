@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 
 from raypp.models.draft_head import DraftHead, Entered
-from raypp.ops.attention import AttentionBatch
-from raypp.ops.rotary import Rotation
+from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
 from raypp.specdec.proposer import DraftingRows, Drafts, Followed, VerifiedStep
 

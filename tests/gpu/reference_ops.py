@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from raypp.ops.attention import Heads
-from raypp.ops.cuda.plain_torch import rms_norm, silu_and_mul
-from raypp.ops.routing import Routing, choose_experts
+from raypp.ops.backend import Routing, choose_experts
+from raypp.ops.cuda.cuda_kernels import rms_norm, silu_and_mul
 from raypp.ops.sample.adjust import BANNED
 
 

@@ -9,9 +9,8 @@ from copy import copy
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops.attention import AttentionBatch, Heads
-from raypp.ops.backend import AddedProjection, Experts, LMHead, Projection
-from raypp.ops.cuda import plain_torch
+from raypp.ops.attention import AttentionBatch, Heads, Rotation
+from raypp.ops.backend import AddedProjection, Experts, LMHead, Projection, Routing
 from raypp.ops.cuda.between_products import join_norms, narrow, rms_norm, silu_and_mul
 from raypp.ops.cuda.experts import CudaExperts
 from raypp.ops.cuda.heads import rotation_table
@@ -26,10 +25,21 @@ from raypp.ops.cuda.quantized_projection import (
 )
 from raypp.ops.cuda.step_attention import CudaAttention
 from raypp.ops.cuda.token_quantization import TokenNorm
-from raypp.ops.linear_in_float32 import linear_in_float32
-from raypp.ops.rotary import Rotation
-from raypp.ops.routing import Routing
-from raypp.ops.weight import Weight
+from raypp.ops.weight import Weight, linear_in_float32
+
+
+def plain_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Return x [..., n] scaled to a root mean square of one, times weight [..., n] if there is one, in float32."""
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return (y if weight is None else y * weight.float()).to(x.dtype)
+
+
+def plain_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up [T, I] of gate_up [T, 2 * I]; computed in float32."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+
 
 ALL_ROWS = 1 << 30
 """More rows than any step has."""
@@ -384,6 +394,6 @@ class CudaProjection:
         product = self._product
         assert not self._is_float32, "an LM head is never compiled"
         if product.norm_eps is not None:
-            x = plain_torch.rms_norm(x, None, product.norm_eps)
+            x = plain_rms_norm(x, None, product.norm_eps)
         y = F.linear(x, product.weight.data, product.bias)
-        return plain_torch.silu_and_mul(y) if product.is_gated else y
+        return plain_silu_and_mul(y) if product.is_gated else y

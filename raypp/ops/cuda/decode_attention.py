@@ -25,11 +25,10 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.attention import Heads
+from raypp.ops.attention import Heads, Rotation
 from raypp.ops.cuda.between_products import as_stored, narrowed
 from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
 from raypp.ops.kv_cache import FP8
-from raypp.ops.rotary import Rotation
 
 _MAX_SPLITS = 16
 _PROGRAMS_AT_ONCE = 6  # of a processor, with one query token per row

@@ -11,11 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.attention import Heads
+from raypp.ops.attention import Heads, Rotation, rotary_angles
 from raypp.ops.cuda.between_products import narrowed
 from raypp.ops.cuda.kernel_launch import Device, start
 from raypp.ops.kv_cache import FP8
-from raypp.ops.rotary import Rotation, rotary_angles
 
 _HEADS_PER_PROGRAM = 4
 _VISION_HEADS_PER_PROGRAM = 8

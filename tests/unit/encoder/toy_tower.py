@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from raypp.encoder.encoded_item import EncodedItem
-from raypp.encoder.protocol import BatchShape, BudgetRange, EncoderGraphConfig, ItemSpec, Per, TensorSpec
+from raypp.encoder.protocol import BatchShape, BudgetRange, EncodedItem, EncoderGraphConfig, ItemSpec, Per, TensorSpec
 from raypp.prompt_items import EncoderItem
 
 POOL = 3

@@ -11,8 +11,8 @@ import pytest
 
 from raypp.config.sections import ImagesSection
 from raypp.errors import RequestError
-from raypp.pictures.beside import PicturesBeside
 from raypp.pictures.fetch import Fetcher
+from raypp.pictures.reader import PicturesBeside
 
 DATA = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 TEXT = {"type": "text", "text": "http://a.example/"}

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from raypp.config.sections import ImagesSection
-from raypp.pictures.beside import PicturesBeside
 from raypp.pictures.fetch import Fetcher
+from raypp.pictures.reader import PicturesBeside
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
