@@ -19,6 +19,10 @@ MAX_PADDING_SHARE = 0.1
 _GRAIN = 32
 """Tokens. Products are computed in tiles of a hundred rows and more: a budget in between would pay for whole tiles."""
 
+_GRAPH_SHARE = 0.85  # of the memory that is left: graphs and libraries take some beside what a batch takes
+
+logger = logging.getLogger(__name__)
+
 
 def token_ladder(budgets: BudgetRange, max_padding_share: float = MAX_PADDING_SHARE) -> Buckets:
     """Return budgets from the smallest item up, such that no batch has more padding than that share.
@@ -61,11 +65,6 @@ def largest_fitting(budgets: BudgetRange, measure: Callable[[int], int], limit_b
         fitting = int(num_tokens * limit_bytes / needed * 0.95)
         num_tokens = max(min(fitting, num_tokens - 1), budgets.min_tokens)
     return BudgetRange(budgets.min_tokens, num_tokens)
-
-
-_GRAPH_SHARE = 0.85  # of the memory that is left: graphs and libraries take some beside what a batch takes
-
-logger = logging.getLogger(__name__)
 
 
 def build_manager(model: SupportsEncoderCudaGraph[BatchT], spec: EncoderSpec) -> EncoderCudaGraphManager[BatchT]:

@@ -35,9 +35,13 @@ from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.graphs.pieces import GraphMaker
 from raypp.prompt_items import EncoderItem
 
+_MODE = "encoder"
+_NUM_MEASURED = 3
+_NUM_MEASURED_LAUNCHES = 15  # one figure, which all budgets are compared with
+
 
 class BatchBuffers:
-    """The inputs of batches up to a shape.
+    """The inputs of batches up to a shape, allocated once for the largest; a smaller batch has the front.
 
     Args:
         config: What the inputs are.
@@ -159,7 +163,14 @@ class BudgetTimes:
 
 
 class GraphChoice:
-    """Chooses the budget of a batch, or none.
+    """Chooses by measurement whether a batch is worth its graph: a graph saves launches, and costs padding.
+
+        time of eager, by tokens      ______/     launches bound it below, computing above
+        time of graphs, by budget     __--''      a stair: padded to the next budget
+
+    Where the stair is above the line, the batch is computed eagerly. Items attend to themselves alone, so attention
+    takes what the squares of their sizes take. One item that fills a budget is one end, many small ones are the other;
+    both are measured, and the sum of its squares places a batch between them.
 
     Args:
         budgets: There are graphs for these.
@@ -169,39 +180,29 @@ class GraphChoice:
 
     def __init__(self, budgets: Buckets, times: Mapping[int, BudgetTimes], launch_s: float = 0.0) -> None:
         self._budgets = budgets
-        self._times = times
-        self._launch_s = launch_s
-
-    @property
-    def times(self) -> Mapping[int, BudgetTimes]:
-        """What was measured, by budget."""
-        return self._times
-
-    @property
-    def launch_s(self) -> float:
-        """What launching takes, seconds."""
-        return self._launch_s
+        self.times = times
+        self.launch_s = launch_s
 
     def budget_of(self, sizes: Sequence[int]) -> int | None:
         """Return what a batch of items of these sizes, in tokens, is padded to; None: it is to be computed eagerly."""
         num_tokens = sum(sizes)
         budget = self._budgets.fit(num_tokens)
-        if budget is None or not self._times:
+        if budget is None or not self.times:
             return budget
         squares = sum(size**2 for size in sizes)
         with_padding = squares + (budget - num_tokens) ** 2  # padding attends to itself, like one more item
-        captured_s = self._times[budget].captured_with(with_padding)
-        return budget if captured_s <= max(self._launch_s, self._computing_s(num_tokens, squares)) else None
+        captured_s = self.times[budget].captured_with(with_padding)
+        return budget if captured_s <= max(self.launch_s, self._computing_s(num_tokens, squares)) else None
 
     def _computing_s(self, num_tokens: int, squares: int) -> float:
         """Return what computing a batch takes eagerly: interpolated between the budgets around it."""
         sizes = self._budgets.sizes
         index = bisect_left(sizes, num_tokens)
-        above = self._times[sizes[index]].eager_with(squares)
+        above = self.times[sizes[index]].eager_with(squares)
         if index == 0:
             return above  # below the smallest budget launches count
         start, end = sizes[index - 1], sizes[index]
-        below = self._times[start].eager_with(squares)
+        below = self.times[start].eager_with(squares)
         return below + (above - below) * (num_tokens - start) / (end - start)
 
 
@@ -236,11 +237,6 @@ class EncoderStats:
     def padding_share(self) -> float:
         """The share of the captured batches' tokens that were padding, 0..1."""
         return self.num_padding_tokens / max(self.num_captured_tokens + self.num_padding_tokens, 1)
-
-
-_MODE = "encoder"
-_NUM_MEASURED = 3
-_NUM_MEASURED_LAUNCHES = 15  # one figure, which all budgets are compared with
 
 
 class EncoderCudaGraphManager(Generic[BatchT]):
@@ -310,7 +306,7 @@ class EncoderCudaGraphManager(Generic[BatchT]):
 
     def pack(self, items: Sequence[EncoderItem]) -> list[PackedBatch]:
         """Return which of the items are to be encoded together."""
-        sizes = [spec.num_tokens for spec in self._model.item_specs(items)]
+        sizes = [item.num_tokens for item in items]
         return pack_items(sizes, self._budgets.sizes[-1], self._max_items, self.choice.budget_of)
 
     def encode(self, items: Sequence[EncoderItem]) -> list[EncodedItem]:
@@ -374,15 +370,14 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         """Return the median time of a call and what it put on the device."""
         seconds = []
         for _ in range(1 + num_runs):
-            self._settle()
+            self._synchronize()
             started = time.perf_counter()
             function()
-            self._settle()
+            self._synchronize()
             seconds.append(time.perf_counter() - started)
         return median(seconds[1:])
 
-    def _settle(self) -> None:
-        """Wait for the device."""
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

@@ -113,7 +113,6 @@ class TensorSpec:
 class EncoderGraphConfig:
     """What does not change from batch to batch."""
 
-    modalities: tuple[str, ...]  # of the items that the model takes, e.g. ("image",)
     patches_per_token: int  # the most patches that an item may have for each of its tokens
     inputs: tuple[TensorSpec, ...]  # what `captured_forward` reads
 
@@ -124,14 +123,6 @@ class BudgetRange:
 
     min_tokens: int  # the smallest item
     max_tokens: int  # beyond it, computing takes so long that launching costs nothing
-
-
-@dataclass(frozen=True)
-class ItemSpec:
-    """The size of one item."""
-
-    num_tokens: int
-    num_patches: int
 
 
 class SupportsEncoderCudaGraph(Protocol[BatchT]):
@@ -146,9 +137,6 @@ class SupportsEncoderCudaGraph(Protocol[BatchT]):
 
     def budget_range(self) -> BudgetRange:
         """Return the budgets that are worth a graph."""
-
-    def item_specs(self, items: Sequence[EncoderItem]) -> list[ItemSpec]:
-        """Return the items' sizes."""
 
     def select_items(self, items: Sequence[EncoderItem], indices: Sequence[int]) -> BatchT:
         """Return a batch of some of the items, in the order of `indices`. All on the host, not padded.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from raypp.errors import RequestError
-from raypp.grammar.compile import CompiledGrammar
+from raypp.grammar.compile import CompiledGrammar, is_at_a_loss
 from raypp.messages import Int32s
 
 
@@ -23,6 +23,8 @@ class TextGrammar:
         """
         self.num_accepted = 0
         self._matcher = compiled.matcher()
+        self._stop_token_ids = compiled.vocabulary.stop_token_ids
+        self._is_ended = False  # by an end token, which the matcher never sees
         self._num_words = -(-compiled.vocabulary.vocab_size // 32)
         self._allowed = None if allowed_token_ids is None else _bits(allowed_token_ids, self._num_words)
 
@@ -34,7 +36,7 @@ class TextGrammar:
             RuntimeError: it cannot be computed.
         """
         for token_id in token_ids:
-            if not self._matcher.accept_token(token_id):
+            if not self._goes_on(token_id):
                 raise RequestError(
                     "a text left its grammar",
                     got=f"token {token_id} after {self.num_accepted} tokens",
@@ -62,29 +64,51 @@ class TextGrammar:
                 "of ordinary text, such as a quote: no text can hold it; name the model's end token there",
                 param="structured_outputs",
             )
-        num_followed, followed = 0, list[int]()
+        followed = list[int]()
+        num_followed = 0
         for draft_id in draft_ids:
-            if not _allows(rows[len(followed)], draft_id) or not self._matcher.accept_token(draft_id):
+            row = rows[len(followed)]
+            is_allowed = 0 <= draft_id < 32 * len(row) and bool(row[draft_id // 32] >> (draft_id % 32) & 1)
+            if not is_allowed or not self._goes_on(draft_id):
+                break
+            if self._is_ended:
+                self._is_ended = False
                 break
             num_followed += 1
-            if self._matcher.is_terminated() or not self._fill(rows, 1 + len(followed)):
+            if not self._fill(rows, 1 + len(followed)):
                 break
             followed.append(draft_id)
         if num_followed:
             self._matcher.rollback(num_followed)
+            self._check()
         return followed, rows[: 1 + len(followed)]
 
+    def _goes_on(self, token_id: int) -> bool:
+        """Go on by a token, an end token too; return False if it may not come."""
+        if self._is_ended:
+            return False
+        if token_id in self._stop_token_ids:
+            self._is_ended = bool(self._matcher.is_accepting())
+            return self._is_ended
+        is_taken: bool = self._matcher.try_consume_tokens([token_id]) == 1
+        self._check()
+        return is_taken
+
     def _fill(self, rows: Int32s, index: int) -> bool:
-        """Write what may come next into a row; return whether anything may."""
-        self._matcher.fill_next_token_bitmask(rows, index)
+        """Write what may come next into a row of words, [N, W]; return whether anything may."""
         row = rows[index]
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if is_at_a_loss(self._matcher):
+            row.fill(0)
+            return False
+        self._check()
         if self._allowed is not None and np.count_nonzero(row & self._allowed):
             row &= self._allowed
         return bool(np.count_nonzero(row))  # sooner done than `any`
 
-
-def _allows(row: Int32s, token_id: int) -> bool:
-    return 0 <= token_id < 32 * len(row) and bool(row[token_id // 32] >> (token_id % 32) & 1)
+    def _check(self) -> None:
+        if self._matcher.is_error() or self._matcher.stop_reason() not in ("NotStopped", "NoExtension"):
+            raise RuntimeError(self._matcher.get_error() or self._matcher.stop_reason())
 
 
 def _bits(token_ids: Sequence[int], num_words: int) -> Int32s:

@@ -15,7 +15,7 @@ from typing import Any, cast
 from raypp.errors import ModelLoadError
 from raypp.models.checkpoint_names import are_alike, file_of_tensor, has_safetensors, stored_tensors
 from raypp.models.config_fields import ConfigFields, read_json
-from raypp.models.families import FAMILIES, QWEN_EXPERTS, ExpertFamily, ExpertNames, Family
+from raypp.models.families import FAMILIES, QWEN_EXPERTS, ExpertFamily, ExpertNames
 from raypp.models.generation_config import GENERATION_CONFIG
 from raypp.models.quantization import Quantization, read_quantization
 from raypp.models.rope_config import RopeConfig, read_rope, with_rope_scaling
@@ -92,9 +92,9 @@ def _num_experts(fields: ConfigFields) -> int:
     return next(iter(numbers.values()))
 
 
-_NAME = "quantization_config.kv_cache_scheme"
-_KNOWN = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-_WHERE_UNSAID = {"strategy": "tensor", "dynamic": False, "symmetric": True}
+_KV_SCHEME = "quantization_config.kv_cache_scheme"
+_KV_KNOWN = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+_KV_WHERE_UNSAID = {"strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
 def has_fp8_kv_cache(fields: ConfigFields) -> bool:
@@ -108,13 +108,13 @@ def has_fp8_kv_cache(fields: ConfigFields) -> bool:
     if scheme is None:
         return False
     if not isinstance(scheme, dict):
-        raise fields.error(_NAME, repr(scheme), "an object")
-    said = {**_WHERE_UNSAID, **{name: value for name, value in scheme.items() if value is not None}}
-    others = {name: said.get(name) for name, value in _KNOWN.items() if said.get(name) != value}
+        raise fields.error(_KV_SCHEME, repr(scheme), "an object")
+    said = {**_KV_WHERE_UNSAID, **{name: value for name, value in scheme.items() if value is not None}}
+    others = {name: said.get(name) for name, value in _KV_KNOWN.items() if said.get(name) != value}
     if others:
-        known = ", ".join(f"{name}={value}" for name, value in _KNOWN.items())
+        known = ", ".join(f"{name}={value}" for name, value in _KV_KNOWN.items())
         raise fields.error(
-            _NAME,
+            _KV_SCHEME,
             ", ".join(f"{name}={value}" for name, value in others.items()),
             f"{known}: one scale per layer, measured before, for numbers in float8_e4m3fn",
         )
@@ -187,7 +187,8 @@ def load_model_config(
     if rope_scaling is not None:
         fields = with_rope_scaling(fields, rope_scaling)
     refuse_unsupported(fields)
-    _refuse_sliding_window(fields, family)
+    if family.uses_sliding_window and (window := fields.get("sliding_window")) is not None:
+        raise fields.error("sliding_window", window, "null: raypp has no sliding-window attention")
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -291,12 +292,6 @@ def refuse_unsupported(fields: ConfigFields) -> None:
     activation = fields.get("hidden_act")
     if activation not in (None, "silu", "swish"):  # two names of one function
         raise fields.error("hidden_act", repr(activation), "silu, or swish, which is the same")
-
-
-def _refuse_sliding_window(fields: ConfigFields, family: Family) -> None:
-    window = fields.get("sliding_window")
-    if family.uses_sliding_window and window is not None:
-        raise fields.error("sliding_window", window, "null: raypp has no sliding-window attention")
 
 
 def read_dtype(fields: ConfigFields) -> str:

@@ -102,7 +102,7 @@ class DecoderModel:
         self._layer_indices = range(start_layer, end_layer)
         self.dtype = dtype
         self.device = device
-        self._kernels = kernels
+        self.kernels = kernels
         self._inverse_frequencies = inverse_frequencies(config.head_dim, config.rope).to(device)
         axes = axis_frequencies(config.head_dim, config.rope)
         self._axis_frequencies = None if axes is None else axes.to(device)
@@ -114,7 +114,7 @@ class DecoderModel:
         self._final_norm: Projection | None = None
         self._plain_lm_head: LMHead | None = None
         self.draft_head: DraftHead | None = None
-        """On the last stage, once `attach_draft_head` has been called."""
+        """On the last stage: what drafts for this model, if anything; set once both have weights."""
         self.taps: dict[int, torch.Tensor] = {}
         """By depth, the residual stream of the last forward after so many layers, [max_tokens, H]; it never moves."""
         self.costs: dict[str, RecordingCost] = {}
@@ -122,11 +122,6 @@ class DecoderModel:
         if head_support is not None:
             for depth in head_support.tap_depths:
                 self.taps[depth] = torch.zeros(head_support.max_tokens, config.hidden_size, dtype=dtype, device=device)
-
-    @property
-    def kernels(self) -> KernelSet:
-        """What it computes with."""
-        return self._kernels
 
     @property
     def weight_bytes(self) -> int:
@@ -154,17 +149,17 @@ class DecoderModel:
         if self.is_first:
             self._embedding = weights.tensor(EMBEDDING, config.vocab_size, config.hidden_size)
         self.layers = [
-            TransformerLayer(config, index, weights.below(f"layers.{index}."), self._kernels)
+            TransformerLayer(config, index, weights.below(f"layers.{index}."), self.kernels)
             for index in self._layer_indices
         ]
         if self.is_last:
             self._load_lm_head(whole)
 
-    def looks_after(self, name: str) -> bool:
-        """Return whether a tensor of the checkpoint is this stage's to read, or to miss: of all stages, one says so.
+    def owns_tensor(self, name: str) -> bool:
+        """Return whether a tensor of the checkpoint belongs to this stage; at most one stage returns True.
 
-        A layer's stage looks after all that is stored for it. The rest of the language model is the last stage's, but
-        for the embedding and a tied LM head, which are always read; a vision tower's is its encoders'.
+        A layer's stage owns all that is stored for it. The rest of the language model is the last stage's, but for the
+        embedding and a tied LM head, which are always read; a vision tower's tensors are its encoders'.
         """
         config = self._config
         prefix = f"{config.weight_prefix}layers."
@@ -177,8 +172,11 @@ class DecoderModel:
         return self.is_last and name not in embeddings and not is_of_tower
 
     def _load_lm_head(self, whole: WeightReader) -> None:
-        config, support, kernels = self._config, self._head_support, self._kernels
-        weights, weight = whole.below(config.weight_prefix), self._lm_head_weight(whole)
+        config, support, kernels = self._config, self._head_support, self.kernels
+        weights, weight = whole.below(config.weight_prefix), self._embedding
+        if weight is None or not config.tie_word_embeddings:
+            name = config.weight_prefix + EMBEDDING if config.tie_word_embeddings else LM_HEAD
+            weight = whole.tensor(name, config.vocab_size, config.hidden_size)
         norm_weight = weights.tensor("norm.weight", config.hidden_size)
         if support is not None and self._embedding is None and support.gives_embedding:
             # Linear layers may keep their weights in a form of their own, so a tied head's is read once more there.
@@ -193,13 +191,6 @@ class DecoderModel:
         self._lm_head = kernels.lm_head(
             Weight(weight), norm_weight, config.rms_norm_eps, is_shared=config.tie_word_embeddings
         )
-
-    def _lm_head_weight(self, whole: WeightReader) -> torch.Tensor:
-        config = self._config
-        if config.tie_word_embeddings and self._embedding is not None:
-            return self._embedding
-        name = config.weight_prefix + EMBEDDING if config.tie_word_embeddings else LM_HEAD
-        return whole.tensor(name, config.vocab_size, config.hidden_size)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the tokens' embeddings, [T, H]. First stage only. Shapes: input_ids [T] int32 or int64."""
@@ -238,9 +229,9 @@ class DecoderModel:
     def _rotation(self, positions: torch.Tensor) -> Rotation:
         scale = self._config.rope.attention_factor
         if positions.ndim == 1:
-            return self._kernels.rotation(positions, self._inverse_frequencies, scale)
+            return self.kernels.rotation(positions, self._inverse_frequencies, scale)
         assert self._axis_frequencies is not None, "positions along axes, for a model that has none"
-        return self._kernels.rotation(positions, self._axis_frequencies, scale)
+        return self.kernels.rotation(positions, self._axis_frequencies, scale)
 
     @property
     def attention_size(self) -> int:
@@ -250,11 +241,11 @@ class DecoderModel:
     @property
     def can_be_recorded(self) -> bool:
         """Whether a decode step never waits for the device."""
-        return self._kernels.can_be_recorded or self.device.type == "cpu"
+        return self.kernels.can_be_recorded or self.device.type == "cpu"
 
     def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
         """Do the host's part of a step's attention; see `raypp.ops.backend.KernelSet`."""
-        self._kernels.plan_attention(attention, ring_entry)
+        self.kernels.plan_attention(attention, ring_entry)
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits, [N, V] float32; in `out` if that is given. Last stage only. Shapes: hidden [N, H]."""
@@ -262,10 +253,6 @@ class DecoderModel:
             return self._plain_lm_head(self.normalize(hidden), out)
         assert self._lm_head is not None, "not the last stage, or no weights yet"
         return self._lm_head(hidden, out)
-
-    def attach_draft_head(self, head: DraftHead) -> None:
-        """Keep the head that drafts for this model, for whoever runs the stage."""
-        self.draft_head = head
 
     def head_embedding(self) -> torch.Tensor:
         """Return the token embedding, [V, H]; see `raypp.models.draft_head.HeadTarget`."""

@@ -82,18 +82,15 @@ class DraftHead:
         )
         fc_bias = weights.tensor("fc.bias", hidden) if config.has_fc_bias else None
         self._fc = kernels.linear(weights.weight(("fc",), (hidden,), config.fc_inputs), fc_bias)
-        self._read_layer(weights.below(config.layer_prefix))
+        below = weights.below(config.layer_prefix)
+        attention = read_attention(layer, below.below("self_attn."), config.attention_inputs)
+        self._read_entry(below, attention)
+        self._attention = kernels.attention(attention.heads)
+        self._output = kernels.add_linear(attention.output, attention.output_bias)
+        self._mlp = GatedMLP(layer, below, kernels)
         self._logits = self._read_lm_head(weights)
         self._draft_to_target = _draft_to_target(config, weights) if config.maps_vocabulary else None
         self._inverse_frequencies = inverse_frequencies(layer.head_dim, layer.rope).to(weights.device)
-
-    def _read_layer(self, weights: WeightReader) -> None:
-        config, kernels = self.config, self._kernels
-        attention = read_attention(config.layer, weights.below("self_attn."), config.attention_inputs)
-        self._read_entry(weights, attention)
-        self._attention = kernels.attention(attention.heads)
-        self._output = kernels.add_linear(attention.output, attention.output_bias)
-        self._mlp = GatedMLP(config.layer, weights, kernels)
 
     def _read_entry(self, weights: WeightReader, attention: AttentionWeights) -> None:
         config, kernels, eps = self.config, self._kernels, self.config.layer.rms_norm_eps

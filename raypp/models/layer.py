@@ -17,7 +17,7 @@ import torch
 from raypp.errors import ModelLoadError
 from raypp.models.config import ExpertConfig, ModelConfig
 from raypp.models.rope_config import RopeConfig
-from raypp.models.weights import WeightReader, WeightSource
+from raypp.models.weights import Index, WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Rotation
 from raypp.ops.backend import KernelSet, Routing
 from raypp.ops.weight import Weight
@@ -151,7 +151,7 @@ class FusedExperts:
         self._has_inputs_first = all(source.shape_of(prefix + name) == _turned(shape) for name, shape in shapes.items())
         self._shapes = {name: _turned(shape) if self._has_inputs_first else shape for name, shape in shapes.items()}
 
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Index | None = None) -> torch.Tensor:
         """Return a tensor of one expert, or any other of the source.
 
         Raises:
@@ -159,7 +159,7 @@ class FusedExperts:
         """
         expert, _, layer = name.removeprefix(self._prefix).partition(".")
         if not name.startswith(self._prefix) or not expert.isdecimal():
-            return self._source.get(name, shape, dtype)
+            return self._source.get(name, shape, dtype, where)
         if layer not in self._parts:
             raise ModelLoadError(
                 f"there is no tensor {name} for quantized experts",
@@ -168,15 +168,9 @@ class FusedExperts:
                 hint="use a checkpoint that stores each expert by itself, or leave them out of quantization_config",
             )
         fused, rows = self._parts[layer]
-        where = (int(expert), slice(None), rows) if self._has_inputs_first else (int(expert), rows, slice(None))
-        part = self._source.part(self._prefix + fused, self._shapes[fused], dtype, where)
+        place = (int(expert), slice(None), rows) if self._has_inputs_first else (int(expert), rows, slice(None))
+        part = self._source.get(self._prefix + fused, self._shapes[fused], dtype, place)
         return part.t().contiguous() if self._has_inputs_first else part
-
-    def part(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[int | slice, ...]
-    ) -> torch.Tensor:
-        """Return a part of a tensor."""
-        return self._source.part(name, shape, dtype, where)
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a stored tensor; those of single experts are none."""
@@ -187,7 +181,7 @@ class FusedExperts:
         return self._source.type_of(name)
 
     def unread(self) -> Collection[str]:
-        """Return the names of the tensors that are there and that nobody asked for yet."""
+        """Return the names of the tensors that are there and were not read."""
         return self._source.unread()
 
 

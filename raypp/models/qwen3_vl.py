@@ -15,62 +15,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 
-from raypp.encoder.protocol import BatchShape, BudgetRange, EncodedItem, EncoderGraphConfig, ItemSpec, Per, TensorSpec
+from raypp.encoder.protocol import BatchShape, BudgetRange, EncodedItem, EncoderGraphConfig, Per, TensorSpec
 from raypp.models.vision_config import VisionConfig
 from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.host_to_device import concatenated
 from raypp.ops.vision import RotateQk, choose_rotate_qk, linear_gelu_tanh, segment_attention
 from raypp.prompt_items import EncoderItem
-
-
-@dataclass(frozen=True, eq=False)
-class GridPositions:
-    """Of one image with P patches."""
-
-    coordinates: torch.Tensor  # [P, 2] int64: row, column
-    corner_indices: torch.Tensor  # [P, 4] int64: learned positions around each patch
-    corner_weights: torch.Tensor  # [P, 4] float32: how near each of them is
-
-
-@lru_cache(maxsize=256)
-def grid_positions(height: int, width: int, merge_size: int, grid_side: int) -> GridPositions:
-    """Return the positions of a grid of `height` x `width` patches; shapes repeat, so they are kept.
-
-    Learned positions lie on a square grid whose corners are those of the image, and are interpolated bilinearly
-    (Qwen3-VL; transformers 5.17, `vision_utils.py`).
-
-    Args:
-        height: Rows of patches, a multiple of `merge_size`.
-        width: Columns, likewise.
-        merge_size: Side of the blocks of patches that become one token.
-        grid_side: Side of the learned grid.
-    """
-    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    blocks = (height // merge_size, merge_size, width // merge_size, merge_size)
-    rows, columns = (axis.reshape(blocks).transpose(1, 2).reshape(-1) for axis in (rows, columns))
-    row_taps, row_weights = _taps(rows, height, grid_side)
-    column_taps, column_weights = _taps(columns, width, grid_side)
-    return GridPositions(
-        coordinates=torch.stack((rows, columns), 1),
-        corner_indices=(row_taps.unsqueeze(2) * grid_side + column_taps.unsqueeze(1)).view(-1, 4),
-        corner_weights=(row_weights.unsqueeze(2) * column_weights.unsqueeze(1)).view(-1, 4),
-    )
-
-
-def _taps(indices: torch.Tensor, size: int, grid_side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the two nearest places on the learned axis, and their weights, both [P, 2]."""
-    places = indices.to(torch.float32) * (grid_side - 1) / max(size - 1, 1)
-    below = places.floor()
-    share = (places - below).unsqueeze(1)
-    taps = torch.stack((below, (below + 1).clamp(max=grid_side - 1)), 1).to(torch.int64)
-    return taps, torch.cat((1 - share, share), 1)
-
 
 _PREFIX = "model.visual."
 _NORM_EPS = 1e-6
@@ -85,11 +42,6 @@ class PatchBatch:
     num_tokens: tuple[int, ...]  # of each
     values: Mapping[str, torch.Tensor]  # what the forward reads, by the names of `Qwen3VLVisionTower.graph_config`
     max_segment_len: int
-
-    @property
-    def num_patches(self) -> int:
-        """P."""
-        return len(self.values["patches"])
 
 
 class Qwen3VLVisionTower:
@@ -139,7 +91,6 @@ class Qwen3VLVisionTower:
     def graph_config(self) -> EncoderGraphConfig:
         """Return what the buffers look like."""
         return EncoderGraphConfig(
-            modalities=("image", "video"),
             patches_per_token=self._config.patches_per_token,
             inputs=(
                 TensorSpec("patches", torch.uint8, Per.PATCH, (self._config.patch_dim,)),
@@ -155,10 +106,6 @@ class Qwen3VLVisionTower:
         config = self._config
         smallest = max(config.image_pixels.min_pixels // config.side_factor**2, 1)
         return BudgetRange(smallest, max(smallest, min(_MAX_GRAPH_TOKENS, config.tokens_per_max_image)))
-
-    def item_specs(self, items: Sequence[EncoderItem]) -> list[ItemSpec]:
-        """Return the items' sizes."""
-        return [ItemSpec(item.num_tokens, len(item.patches)) for item in items]
 
     def select_items(self, items: Sequence[EncoderItem], indices: Sequence[int]) -> PatchBatch:
         """Return a batch of some of the items, in the order of `indices`."""
@@ -210,9 +157,7 @@ class Qwen3VLVisionTower:
         lens = [h * w for _, h, w in grids]
         parts = {
             "patches": patches,
-            "coordinates": [of_grid.coordinates.numpy() for of_grid in positions],
-            "corner_indices": [of_grid.corner_indices.numpy() for of_grid in positions],
-            "corner_weights": [of_grid.corner_weights.numpy() for of_grid in positions],
+            **{name: [of_grid[name] for of_grid in positions] for name in positions[0]},
             "segment_starts": [np.cumsum([0, *lens], dtype=np.int32)],
         }
         return PatchBatch(
@@ -309,3 +254,42 @@ class _LayerNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, (x.shape[-1],), self._weight, self._bias, _NORM_EPS)
+
+
+@lru_cache(maxsize=256)
+def grid_positions(height: int, width: int, merge_size: int, grid_side: int) -> dict[str, NDArray[Any]]:
+    """Return where the patches of an image of `height` x `width` lie; shapes repeat, so results are kept.
+
+    Patches come in the order in which they are merged: block by block, and row by row within a block. Learned positions
+    lie on a square grid whose corners are those of the image, and are interpolated bilinearly (Qwen3-VL; transformers
+    5.17, `vision_utils.py`).
+
+    Args:
+        height: Rows of patches, a multiple of `merge_size`.
+        width: Columns, likewise.
+        merge_size: Side of the blocks of patches that become one token.
+        grid_side: Side of the learned grid.
+
+    Returns:
+        For P patches: `coordinates` [P, 2] int64, row and column; `corner_indices` [P, 4] int64, the learned positions
+        around each; `corner_weights` [P, 4] float32, how near each of these is.
+    """
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    blocks = (height // merge_size, merge_size, width // merge_size, merge_size)
+    rows, columns = (axis.reshape(blocks).transpose(1, 2).reshape(-1) for axis in (rows, columns))
+    row_taps, row_weights = _taps(rows, height, grid_side)
+    column_taps, column_weights = _taps(columns, width, grid_side)
+    return {
+        "coordinates": torch.stack((rows, columns), 1).numpy(),
+        "corner_indices": (row_taps.unsqueeze(2) * grid_side + column_taps.unsqueeze(1)).view(-1, 4).numpy(),
+        "corner_weights": (row_weights.unsqueeze(2) * column_weights.unsqueeze(1)).view(-1, 4).numpy(),
+    }
+
+
+def _taps(indices: torch.Tensor, size: int, grid_side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the two nearest places on the learned axis, and their weights, both [P, 2]."""
+    places = indices.to(torch.float32) * (grid_side - 1) / max(size - 1, 1)
+    below = places.floor()
+    share = (places - below).unsqueeze(1)
+    taps = torch.stack((below, (below + 1).clamp(max=grid_side - 1)), 1).to(torch.int64)
+    return taps, torch.cat((1 - share, share), 1)

@@ -43,30 +43,27 @@ _TYPE_NAMES = {
 _TYPES = {name: dtype for dtype, name in _TYPE_NAMES.items()}
 
 
+Index = tuple[int | slice, ...]
+
+
 class WeightSource(StoredTensors, Protocol):
     """Gives a model's tensors by the names of its checkpoint."""
 
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Index | None = None) -> torch.Tensor:
         """Return the tensor, converted to `dtype`, in host memory or already where it is going.
 
-        Raises:
-            ModelLoadError: there is none of that name and shape.
-        """
-
-    def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a tensor that a checkpoint may have or not, None if it has none of that name."""
-
-    def part(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[int | slice, ...]
-    ) -> torch.Tensor:
-        """Return the part of a tensor of `shape` that is at an index, as `get` returns it whole; read no other.
+        Args:
+            name: As the checkpoint has it.
+            shape: Of the whole tensor.
+            dtype: What it becomes.
+            where: The part to read; None: all of it.
 
         Raises:
             ModelLoadError: there is none of that name and shape.
         """
 
     def unread(self) -> Collection[str]:
-        """Return the names of the tensors that are there and that nobody asked for yet."""
+        """Return the names of the tensors that are there and were not read."""
 
 
 class CheckpointWeights:
@@ -81,29 +78,12 @@ class CheckpointWeights:
         self._names: dict[str, Collection[str]] = {}  # of the tensors in an open file
         self._read: set[str] = set()
 
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor `name`, which must be of `shape`, as `dtype`.
-
-        Floats and integers are only what they are asked for as, and so are floats of 8 bits.
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Index | None = None) -> torch.Tensor:
+        """Return a tensor, or a part. Floats, integers and floats of 8 bits do not become each other.
 
         Raises:
             ModelLoadError: missing, of another shape or kind, or in a file that is truncated or no safetensors.
         """
-        return self._get(name, shape, dtype, None)
-
-    def part(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[int | slice, ...]
-    ) -> torch.Tensor:
-        """Return the part of a tensor of `shape` that is at an index; read no other.
-
-        Raises:
-            ModelLoadError: as `get` has it.
-        """
-        return self._get(name, shape, dtype, where)
-
-    def _get(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[int | slice, ...] | None
-    ) -> torch.Tensor:
         file_name = self._file_with(name)
         if file_name is None:
             raise missing_tensor(self._path, name, shape, self._file_of_tensor)
@@ -131,7 +111,7 @@ class CheckpointWeights:
         return None if file_name is None else _TYPES.get(self._open(file_name).get_slice(name).get_dtype())
 
     def unread(self) -> Collection[str]:
-        """Return the names of the tensors that are there and that nobody asked for yet."""
+        """Return the names of the tensors that are there and were not read."""
         return self._file_of_tensor.keys() - self._read
 
     @cached_property
@@ -246,8 +226,10 @@ class DummyWeights:
         self._seed = seed
         self._device = device
 
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the random tensor `name` of `shape`; integers are all zero."""
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Index | None = None) -> torch.Tensor:
+        """Return a random tensor, or a part; integers are all zero."""
+        if where is not None:
+            return self.get(name, shape, dtype)[where]
         if not dtype.is_floating_point:
             return torch.zeros(shape, dtype=dtype, device=self._device)
         if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")):
@@ -302,14 +284,8 @@ class DummyWeights:
         """Return None, likewise."""
         return None
 
-    def part(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[int | slice, ...]
-    ) -> torch.Tensor:
-        """Return the part of a random tensor that is at an index."""
-        return self.get(name, shape, dtype)[where]
-
     def unread(self) -> Collection[str]:
-        """Return nothing: what nobody asks for is not there."""
+        """Return nothing: a tensor is there once it is read."""
         return ()
 
 
@@ -322,12 +298,12 @@ _UNUSED = (
 
 
 def warn_of_unread(source: WeightSource, whose: str, is_own: Callable[[str], bool]) -> None:
-    """Log the names of tensors that nobody reads: config.json does not speak of them, so the model may be another one.
+    """Log the names of tensors that were not read: config.json does not speak of them, so the model may be another.
 
     Args:
         source: Where all was read from.
         whose: Whose tensors they are, for the log.
-        is_own: Whether a tensor is looked after here; each has to be in one place.
+        is_own: Whether a tensor is this part's; each is of exactly one.
     """
     names = sorted(name for name in source.unread() if is_own(name) and not name.endswith(_UNUSED))
     if names:
@@ -535,8 +511,8 @@ class PickledWeights:
         """Return the shape of every tensor."""
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor `name`, which must be of `shape`, as `dtype`.
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Index | None = None) -> torch.Tensor:
+        """Return a tensor, or a part.
 
         Raises:
             ModelLoadError: missing, of another shape or kind, or in a file that is not one of tensors.
@@ -546,7 +522,7 @@ class PickledWeights:
             raise missing_tensor(self._file, name, shape, self._tensors)
         self._read.add(name)
         check_tensor(self._file, name, (tuple(tensor.shape), type_name(tensor.dtype)), (shape, dtype))
-        return tensor.to(dtype, copy=True)
+        return (tensor if where is None else tensor[where]).to(dtype, copy=True)
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a tensor, None if there is none of that name."""
@@ -558,14 +534,8 @@ class PickledWeights:
         tensor = self._tensors.get(name)
         return None if tensor is None else tensor.dtype
 
-    def part(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[int | slice, ...]
-    ) -> torch.Tensor:
-        """Return the part of a tensor that is at an index."""
-        return self.get(name, shape, dtype)[where]
-
     def unread(self) -> Collection[str]:
-        """Return the names of the tensors that are there and that nobody asked for yet."""
+        """Return the names of the tensors that are there and were not read."""
         return self._tensors.keys() - self._read
 
     @cached_property

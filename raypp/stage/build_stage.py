@@ -75,13 +75,13 @@ def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactor
     )
     source = open_weights(spec.load_format, spec.model_path, spec.seed, device)
     model.load_weights(source)
-    warn_of_unread(source, f"stage {spec.stage_index}", model.looks_after)
+    warn_of_unread(source, f"stage {spec.stage_index}", model.owns_tensor)
     if spec.graphs.compile_backend is not None:
         from raypp.models.decoder import compile_layers  # torch's compiler takes seconds to import
 
         compile_layers(model, spec.max_step_tokens, spec.graphs.compile_backend)
     if spec.draft_head is not None and spec.is_last:
-        model.attach_draft_head(_build_draft_head(spec, spec.draft_head, config, model))
+        model.draft_head = _build_draft_head(spec, spec.draft_head, config, model)
     return model
 
 

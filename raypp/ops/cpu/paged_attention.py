@@ -74,67 +74,31 @@ def paged_attention(
         batch: The step.
         heads: The layer's.
     """
+    if batch.plan is None:  # the first layer prepares for all: they differ in nothing that the plan depends on
+        batch.plan = _plan(kv_cache, q, batch)
     plan = batch.plan
-    if plan is None:  # the first layer prepares for all: they differ in nothing that the plan depends on
-        plan = batch.plan = plan_attention(
-            kv_cache,
-            dtype=q.dtype,
-            num_heads=q.shape[1],
-            num_decode_rows=batch.num_decode_rows,
-            decode_query_len=batch.decode_query_len,
-            seq_lens=batch.seq_lens,
-            block_tables=batch.block_tables,
-            slot_mapping=batch.slot_mapping,
-            prefill_query_lens=batch.prefill_query_lens,
-            prefill_seq_lens=batch.prefill_seq_lens,
-        )
     assert isinstance(plan, AttentionPlan)
-    return run_attention(q, k, v, kv_cache, plan, heads)
+    k_scale, v_scale = (heads.k_scale, heads.v_scale) if kv_cache.dtype == FP8 else (1.0, 1.0)
+    k, v = as_cached(k, kv_cache, k_scale), as_cached(v, kv_cache, v_scale)
+    write_kv_cache(kv_cache, k, v, plan.key_rows, plan.value_rows)
+    # A product with the scales is one with the scores, and one with the output.
+    out = _attend(q, k, v, kv_cache, plan, heads.scale * k_scale)
+    return out if v_scale == 1.0 else out.mul_(v_scale)
 
 
-def plan_attention(
-    kv_cache: torch.Tensor,
-    *,
-    dtype: torch.dtype,
-    num_heads: int,
-    num_decode_rows: int,
-    decode_query_len: int,
-    seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    prefill_query_lens: list[int],
-    prefill_seq_lens: list[int],
-) -> AttentionPlan:
-    """Prepare a step; see `AttentionBatch` for the arguments. Reads lengths from the device, which is the host.
-
-    `dtype` is that of the queries.
-    """
-    decode_lens = seq_lens[:num_decode_rows].tolist() if num_decode_rows else []
-    num_decode_tokens = num_decode_rows * decode_query_len
-    key_rows, value_rows = cache_rows(kv_cache, slot_mapping)
+def _plan(kv_cache: torch.Tensor, q: torch.Tensor, batch: AttentionBatch) -> AttentionPlan:
+    """Prepare a step. Reads lengths from the device, which is the host."""
+    num_rows, query_len, dtype = batch.num_decode_rows, batch.decode_query_len, q.dtype
+    lens = batch.seq_lens[:num_rows].tolist() if num_rows else []
+    key_rows, value_rows = cache_rows(kv_cache, batch.slot_mapping)
     return AttentionPlan(
         key_rows=key_rows,
         value_rows=value_rows,
-        num_decode_tokens=num_decode_tokens,
-        decode_query_len=decode_query_len,
-        decode_groups=_decode_groups(kv_cache, dtype, num_heads, decode_query_len, decode_lens, seq_lens, block_tables),
-        prefill_rows=_prefill_rows(
-            kv_cache, dtype, num_decode_tokens, prefill_query_lens, prefill_seq_lens, block_tables[num_decode_rows:]
-        ),
+        num_decode_tokens=num_rows * query_len,
+        decode_query_len=query_len,
+        decode_groups=_decode_groups(kv_cache, dtype, q.shape[1], query_len, lens, batch.seq_lens, batch.block_tables),
+        prefill_rows=_prefill_rows(kv_cache, dtype, batch),
     )
-
-
-def run_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, plan: AttentionPlan, heads: Heads
-) -> torch.Tensor:
-    """Write k and v and attend, as `paged_attention` says, over a prepared step."""
-    scales = (heads.k_scale, heads.v_scale) if kv_cache.dtype == FP8 else (1.0, 1.0)
-    k, v = as_cached(k, kv_cache, scales[0]), as_cached(v, kv_cache, scales[1])
-    write_kv_cache(kv_cache, k, v, plan.key_rows, plan.value_rows)
-    # A product with the scales is one with the scores, and one with the output.
-    score_scale = heads.scale * scales[0]
-    out = _attend(q, k, v, kv_cache, plan, score_scale)
-    return out if scales[1] == 1.0 else out.mul_(scales[1])
 
 
 def _attend(
@@ -296,15 +260,10 @@ def _head_blocks(kv_cache: torch.Tensor, block_tables: torch.Tensor) -> torch.Te
     return torch.add(heads, block_tables.unsqueeze(1), alpha=num_kv_heads).view(-1)
 
 
-def _prefill_rows(
-    kv_cache: torch.Tensor,
-    dtype: torch.dtype,
-    first_token: int,
-    query_lens: list[int],
-    seq_lens: list[int],
-    block_tables: torch.Tensor,
-) -> list[PrefillRow]:
-    block_size, rows, start = kv_cache.shape[3], [], first_token
+def _prefill_rows(kv_cache: torch.Tensor, dtype: torch.dtype, batch: AttentionBatch) -> list[PrefillRow]:
+    block_size, rows, start = kv_cache.shape[3], [], batch.num_decode_rows * batch.decode_query_len
+    block_tables = batch.block_tables[batch.num_decode_rows :]
+    query_lens, seq_lens = batch.prefill_query_lens, batch.prefill_seq_lens
     for index, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         head_blocks = mask = None
         if query_len < seq_len:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # noqa: N812  # noqa: N812  (the name that everybody uses)  # noqa: N812
+import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads, Rotation, apply_rotary, rotation
-from raypp.ops.backend import Routing, choose_experts
+from raypp.ops.backend import AddedProjection, JoinedProjection, LMHead, Projection, Routing, choose_experts
 from raypp.ops.break_point import break_point
 from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.kv_cache import as_cached, cache_rows, write_kv_cache
@@ -169,9 +169,10 @@ class TorchKernels:
         eps: float,
         weight: Weight,
         bias: torch.Tensor | None = None,
-    ) -> NormLinear:
+    ) -> Projection:
         """Return x -> norm(x) W^T + b."""
-        return NormLinear(RMSNorm(norm_weight, eps), self.linear(weight, bias))
+        norm, linear = RMSNorm(norm_weight, eps), self.linear(weight, bias)
+        return lambda x: linear(norm(x))
 
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm:
         """Return the norm of rows by itself."""
@@ -184,10 +185,16 @@ class TorchKernels:
         eps: float,
         weight: Weight,
         bias: torch.Tensor | None = None,
-    ) -> JoinedNormsLinear:
+    ) -> JoinedProjection:
         """Return (token_ids, states) -> (norm(embedding[token_ids]) beside norm(states)) W^T + b."""
         token_norm, state_norm = (RMSNorm(norm_weight, eps) for norm_weight in norm_weights)
-        return JoinedNormsLinear(embedding, token_norm, state_norm, self.linear(weight, bias))
+        linear = self.linear(weight, bias)
+
+        def joined(token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+            tokens = F.embedding(token_ids, embedding)
+            return linear(torch.cat((token_norm(tokens), state_norm(states)), 1))
+
+        return joined
 
     def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
         """Return x -> x W^T + b."""
@@ -195,13 +202,15 @@ class TorchKernels:
 
     def norm_gated_linear(
         self, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None = None
-    ) -> NormGatedLinear:
+    ) -> Projection:
         """Return x -> silu(gate) * up of norm(x) W^T + b."""
-        return NormGatedLinear(RMSNorm(norm_weight, eps), self.linear(weight, bias))
+        norm, linear = RMSNorm(norm_weight, eps), self.linear(weight, bias)
+        return lambda x: silu_and_mul(linear(norm(x)))
 
-    def add_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> AddLinear:
-        """Return (x, residual) -> residual + x W^T + b."""
-        return AddLinear(self.linear(weight, bias))
+    def add_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> AddedProjection:
+        """Return (x, residual) -> residual + x W^T + b. The residual is left as it is."""
+        linear = self.linear(weight, bias)
+        return lambda x, residual: linear(x).add_(residual)
 
     def experts(
         self,
@@ -225,9 +234,13 @@ class TorchKernels:
         eps: float = 0.0,
         *,
         is_shared: bool = False,
-    ) -> TorchLMHead:
+    ) -> LMHead:
         """Return x -> norm(x) W^T, or x W^T, in float32."""
-        return TorchLMHead(None if norm_weight is None else RMSNorm(norm_weight, eps), self.linear(weight))
+        linear = self.linear(weight)
+        if norm_weight is None:
+            return linear.in_float32
+        norm = RMSNorm(norm_weight, eps)
+        return lambda x, out=None: linear.in_float32(norm(x), out)
 
     def attention(self, heads: Heads) -> TorchAttention:
         """Return the attention of a layer with these heads."""
@@ -241,68 +254,6 @@ class TorchKernels:
     def plan_attention(self, batch: AttentionBatch, ring_entry: int) -> None:
         """Leave it to the first layer, which sees the cache."""
         batch.plan = None
-
-
-class JoinedNormsLinear:
-    """Tokens and states side by side, each normalized, then product."""
-
-    def __init__(self, embedding: torch.Tensor, token_norm: RMSNorm, state_norm: RMSNorm, linear: Linear) -> None:
-        self._embedding = embedding
-        self._token_norm = token_norm
-        self._state_norm = state_norm
-        self._linear = linear
-
-    def __call__(self, token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Return [T, N]. Shapes: token_ids [T]; states [T, H]."""
-        tokens = F.embedding(token_ids, self._embedding)
-        return self._linear(torch.cat((self._token_norm(tokens), self._state_norm(states)), 1))
-
-
-class NormLinear:
-    """Norm, then product."""
-
-    def __init__(self, norm: RMSNorm, linear: Linear) -> None:
-        self._norm = norm
-        self._linear = linear
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [T, N]. Shapes: x [T, K]."""
-        return self._linear(self._norm(x))
-
-
-class TorchLMHead:
-    """Norm, if there is one, then product."""
-
-    def __init__(self, norm: RMSNorm | None, linear: Linear) -> None:
-        self._norm = norm
-        self._linear = linear
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits, [N, V] float32. Shapes: x [N, H]."""
-        return self._linear.in_float32(x if self._norm is None else self._norm(x), out)
-
-
-class NormGatedLinear:
-    """Norm, product, gate."""
-
-    def __init__(self, norm: RMSNorm, linear: Linear) -> None:
-        self._norm = norm
-        self._linear = linear
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [T, I]. Shapes: x [T, K]."""
-        return silu_and_mul(self._linear(self._norm(x)))
-
-
-class AddLinear:
-    """Product and sum."""
-
-    def __init__(self, linear: Linear) -> None:
-        self._linear = linear
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Return [T, H]. Shapes: x [T, K]; residual [T, H], left as it is."""
-        return self._linear(x).add_(residual)
 
 
 class TorchAttention:

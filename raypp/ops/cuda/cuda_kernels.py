@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads, Rotation
-from raypp.ops.backend import AddedProjection, Experts, LMHead, Projection, Routing
+from raypp.ops.backend import AddedProjection, Experts, JoinedProjection, LMHead, Projection, Routing
 from raypp.ops.cuda.between_products import join_norms, narrow, rms_norm, silu_and_mul
 from raypp.ops.cuda.experts import CudaExperts
 from raypp.ops.cuda.heads import rotation_table
@@ -26,20 +26,6 @@ from raypp.ops.cuda.quantized_projection import (
 from raypp.ops.cuda.step_attention import CudaAttention
 from raypp.ops.cuda.token_quantization import TokenNorm
 from raypp.ops.weight import Weight, linear_in_float32
-
-
-def plain_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Return x [..., n] scaled to a root mean square of one, times weight [..., n] if there is one, in float32."""
-    y = x.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return (y if weight is None else y * weight.float()).to(x.dtype)
-
-
-def plain_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up [T, I] of gate_up [T, 2 * I]; computed in float32."""
-    gate, up = gate_up.float().chunk(2, -1)
-    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
-
 
 ALL_ROWS = 1 << 30
 """More rows than any step has."""
@@ -103,13 +89,14 @@ class CudaKernels:
         """Return x -> norm(x) W^T + b."""
         if self._has_kernel(weight):
             return self._quantized(weight, bias, TokenNorm(norm_weight, eps))
-        matrix = self._matrix(weight)
+        matrix = weight.dequantized(self._dtype)
         fold_norm(matrix, norm_weight)
         return self._projection(Product(Weight(matrix), bias, eps))
 
-    def norm(self, weight: torch.Tensor, eps: float) -> Norm:
+    def norm(self, weight: torch.Tensor, eps: float) -> Projection:
         """Return the norm of rows by itself."""
-        return Norm(weight, eps, self._device)
+        device = self._device
+        return lambda x: rms_norm(x, weight, eps, device)
 
     def joined_norms_linear(
         self,
@@ -118,18 +105,24 @@ class CudaKernels:
         eps: float,
         weight: Weight,
         bias: torch.Tensor | None = None,
-    ) -> JoinedNormsLinear:
+    ) -> JoinedProjection:
         """Return (token_ids, states) -> (norm(embedding[token_ids]) beside norm(states)) W^T + b."""
-        matrix = self._matrix(weight)
+        matrix = weight.dequantized(self._dtype)
         for columns, norm_weight in zip(matrix.chunk(2, 1), norm_weights, strict=True):
             fold_norm(columns, norm_weight)
-        return JoinedNormsLinear(embedding, eps, self._projection(Product(Weight(matrix), bias)), self._device)
+        projection, device = self._projection(Product(Weight(matrix), bias)), self._device
+
+        def joined(token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+            dtype = projection.input_type(len(states), is_normed=True)
+            return projection(join_norms(embedding, token_ids, states, eps, device, dtype))
+
+        return joined
 
     def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Projection:
         """Return x -> x W^T + b."""
         if self._has_kernel(weight):
             return self._quantized(weight, bias, None)
-        return self._projection(Product(Weight(self._matrix(weight)), bias))
+        return self._projection(Product(Weight(weight.dequantized(self._dtype)), bias))
 
     def norm_gated_linear(
         self, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None = None
@@ -137,7 +130,7 @@ class CudaKernels:
         """Return x -> silu(gate) * up of norm(x) W^T + b."""
         if self._has_kernel(weight):
             return self._quantized(weight, bias, TokenNorm(norm_weight, eps), is_gated=True)
-        matrix = self._matrix(weight)
+        matrix = weight.dequantized(self._dtype)
         fold_norm(matrix, norm_weight)
         return self._projection(Product(Weight(matrix), bias, eps, is_gated=True))
 
@@ -145,7 +138,7 @@ class CudaKernels:
         """Return (x, residual) -> residual + x W^T + b."""
         if self._has_kernel(weight):
             return self._quantized(weight, bias, None).add
-        return self._projection(Product(Weight(self._matrix(weight)), bias)).add
+        return self._projection(Product(Weight(weight.dequantized(self._dtype)), bias)).add
 
     def experts(
         self,
@@ -169,11 +162,13 @@ class CudaKernels:
         is_shared: bool = False,
     ) -> LMHead:
         """Return x -> norm(x) W^T, or x W^T, in float32."""
-        matrix = self._matrix(weight)
-        if norm_weight is None:
-            return self._projection(Product(Weight(matrix)), is_float32=True)
-        if is_shared:
-            return SeparateNorm(self.norm(norm_weight, eps), self._projection(Product(Weight(matrix)), is_float32=True))
+        matrix = weight.dequantized(self._dtype)
+        if norm_weight is None or is_shared:
+            head = self._projection(Product(Weight(matrix)), is_float32=True)
+            if norm_weight is None:
+                return head
+            norm = self.norm(norm_weight, eps)  # its weight cannot be folded into one that others use as well
+            return lambda x, out=None: head(norm(x), out)
         fold_norm(matrix, norm_weight)
         return self._projection(Product(Weight(matrix), norm_eps=eps), is_float32=True)
 
@@ -201,9 +196,6 @@ class CudaKernels:
         """Plan the prefill rows."""
         assert self._attention, "no layer has been made"
         self._attention[0].plan(batch, ring_entry)
-
-    def _matrix(self, weight: Weight) -> torch.Tensor:
-        return weight.dequantized(self._dtype)
 
     def _has_kernel(self, weight: Weight) -> bool:
         """Whether a quantized weight is multiplied as it is; others are dequantized."""
@@ -256,46 +248,6 @@ class LayerAttention:
     def append(self, qkv: torch.Tensor, by: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Only write the cache."""
         self._attention.append(qkv, self._heads, by, kv_cache, slot_mapping)
-
-
-class Norm:
-    """A norm by itself."""
-
-    def __init__(self, weight: torch.Tensor, eps: float, device: Device) -> None:
-        self._weight = weight
-        self._eps = eps
-        self._device = device
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [T, K]. Shapes: x [T, K] contiguous."""
-        return rms_norm(x, self._weight, self._eps, self._device)
-
-
-class JoinedNormsLinear:
-    """Tokens and states side by side, each normalized, then a product into whose weight both norms' are folded."""
-
-    def __init__(self, embedding: torch.Tensor, eps: float, projection: CudaProjection, device: Device) -> None:
-        self._embedding = embedding
-        self._eps = eps
-        self._projection = projection
-        self._device = device
-
-    def __call__(self, token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Return [T, N]. Shapes: token_ids [T]; states [T, H] contiguous."""
-        dtype = self._projection.input_type(len(states), is_normed=True)
-        return self._projection(join_norms(self._embedding, token_ids, states, self._eps, self._device, dtype))
-
-
-class SeparateNorm:
-    """A norm before an LM head whose weight others use as well, so the norm's weight cannot be folded into it."""
-
-    def __init__(self, norm: Norm, head: LMHead) -> None:
-        self._norm = norm
-        self._head = head
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits, [N, V]. Shapes: x [N, H] contiguous."""
-        return self._head(self._norm(x), out)
 
 
 class CudaProjection:
@@ -397,3 +349,19 @@ class CudaProjection:
             x = plain_rms_norm(x, None, product.norm_eps)
         y = F.linear(x, product.weight.data, product.bias)
         return plain_silu_and_mul(y) if product.is_gated else y
+
+
+def plain_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Return x [..., n] scaled to a root mean square of one, times weight [..., n] if there is one, in float32.
+
+    For torch.compile, and to compare kernels with.
+    """
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return (y if weight is None else y * weight.float()).to(x.dtype)
+
+
+def plain_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up [T, I] of gate_up [T, 2 * I]; computed in float32."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)

@@ -25,6 +25,9 @@ from raypp.ops.cuda.heads import append_heads, gather_heads
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.kv_cache import FP8, movable
 
+MAX_FUSED_TOKENS = 16
+"""Up to so many tokens of decode rows, the attention kernel makes the heads itself, once per split and KV head."""
+
 PREFILL_HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
 _LAYOUT = "HND"  # heads before tokens in a block, see raypp.ops.kv_cache
@@ -32,6 +35,7 @@ _COPY_BYTES = 128 << 20  # of keys and values that lie one after the other, of a
 LEAST_QUERIES_OF_COPIES = {torch.bfloat16: 512, torch.float16: 512, FP8: 128}
 """Queries per key, in the mean, from which a copy pays, by the cache's type: it costs as much for any number."""
 _HAS_COPIES = (9, 0)  # compute capability with FlashAttention-3
+_LOG = logging.getLogger(__name__)
 
 
 class Prefill(Protocol):
@@ -114,8 +118,10 @@ class FlashInferPrefill:
         """Return the plan of the batch's prefill rows, for `run`. Waits only for the copy of the entry's last plan."""
         copied = self._copied[ring_entry]
         copied.synchronize()
-        plan = self._plan_copies if self._is_copied(batch) else self._plan_blocks
-        planned = plan(batch, ring_entry)
+        num_keys = sum(batch.prefill_seq_lens)
+        num_pairs = sum(map(mul, batch.prefill_query_lens, batch.prefill_seq_lens))
+        has_room_and_pays = num_keys <= self._copy.shape[1] and num_pairs >= self._least_queries * num_keys
+        planned = (self._plan_copies if has_room_and_pays else self._plan_blocks)(batch, ring_entry)
         copied.record()
         return planned
 
@@ -132,12 +138,6 @@ class FlashInferPrefill:
         else:
             scales = {"k_scale": heads.k_scale, "v_scale": heads.v_scale} if kv_cache.dtype == FP8 else {}
             plan.run(q, (kv_cache[0], kv_cache[1]), out=out, **scales)  # type: ignore[attr-defined]
-
-    def _is_copied(self, batch: AttentionBatch) -> bool:
-        """Whether copies of keys and values have room, and pay."""
-        num_keys = sum(batch.prefill_seq_lens)
-        num_pairs = sum(map(mul, batch.prefill_query_lens, batch.prefill_seq_lens))
-        return num_keys <= self._copy.shape[1] and num_pairs >= self._least_queries * num_keys
 
     def _plan_copies(self, batch: AttentionBatch, ring_entry: int) -> CopyPlan:
         heads, ragged, starts = self._heads, self._ragged[ring_entry], _prefix_sums(batch.prefill_seq_lens)
@@ -240,12 +240,6 @@ def _prefix_sums(counts: list[int]) -> torch.Tensor:
 def _on_host(values: list[int]) -> torch.Tensor:
     """Return values that can be copied to the device without waiting, int32."""
     return torch.tensor(values, dtype=torch.int32, pin_memory=True)
-
-
-MAX_FUSED_TOKENS = 16
-"""Up to so many tokens of decode rows, the attention kernel makes the heads itself, once per split and KV head."""
-
-_LOG = logging.getLogger(__name__)
 
 
 class CudaAttention:
