@@ -90,155 +90,6 @@ class BatchBuffers:
         return (num_rows + spec.extra_rows, *spec.trailing)
 
 
-@dataclass(frozen=True)
-class PackedBatch:
-    """Items that are encoded by one forward."""
-
-    indices: tuple[int, ...]  # into the list of items, ascending
-    num_tokens: int  # of these items together
-    budget: int | None  # what they are padded to; None when they are encoded eagerly
-
-
-def pack_items(
-    num_tokens: Sequence[int], largest: int, max_items: int, budget_of: Callable[[Sequence[int]], int | None]
-) -> list[PackedBatch]:
-    """Fill batches one after the other, each with as many items as go into the largest budget.
-
-    Items keep their order, but for those too large for any budget: each of them is a batch of its own.
-
-    Args:
-        num_tokens: Of each item.
-        largest: The largest budget.
-        max_items: The most items of a batch.
-        budget_of: Returns what a batch of items of so many tokens each is padded to: the smallest budget that holds
-            them; None when they had better be encoded eagerly.
-    """
-    batches: list[PackedBatch] = []
-    indices: list[int] = []
-    filled = 0
-
-    def close() -> None:
-        nonlocal filled
-        if indices:
-            batches.append(PackedBatch(tuple(indices), filled, budget_of([num_tokens[index] for index in indices])))
-            indices.clear()
-            filled = 0
-
-    for index, size in enumerate(num_tokens):
-        if size > largest:
-            batches.append(PackedBatch((index,), size, None))
-            continue
-        if filled + size > largest or len(indices) == max_items:
-            close()
-        indices.append(index)
-        filled += size
-    close()
-    return batches
-
-
-@dataclass(frozen=True)
-class BudgetTimes:
-    """What full batches of one budget take, seconds: of one item, and of several."""
-
-    budget: int  # tokens
-    captured_s: float
-    eager_s: float
-    split_captured_s: float  # several items; the same as `captured_s` where there is room for one only
-    split_squares: int  # the sum of the squares of their tokens
-
-    def captured_with(self, squares: int) -> float:
-        """Return what the graph takes, by the sum of squares of its items, padding included."""
-        return self.captured_s - self._attention_s(squares)
-
-    def eager_with(self, squares: int) -> float:
-        """Return what a full batch takes eagerly, by the sum of squares of its items, unless launching takes longer."""
-        return self.eager_s - self._attention_s(squares)
-
-    def _attention_s(self, squares: int) -> float:
-        """Return how much less attention takes than for one item. By the graphs: eagerly, launching may hide it."""
-        if self.split_squares == self.budget**2:
-            return 0.0
-        difference = max(self.captured_s - self.split_captured_s, 0.0)
-        return difference * (self.budget**2 - squares) / (self.budget**2 - self.split_squares)
-
-
-class GraphChoice:
-    """Chooses by measurement whether a batch is worth its graph: a graph saves launches, and costs padding.
-
-        time of eager, by tokens      ______/     launches bound it below, computing above
-        time of graphs, by budget     __--''      a stair: padded to the next budget
-
-    Where the stair is above the line, the batch is computed eagerly. Items attend to themselves alone, so attention
-    takes what the squares of their sizes take. One item that fills a budget is one end, many small ones are the other;
-    both are measured, and the sum of its squares places a batch between them.
-
-    Args:
-        budgets: There are graphs for these.
-        times: Of each; empty where nothing was measured: then every batch that fits takes its graph.
-        launch_s: What the smallest batch takes eagerly: it is as many launches as any.
-    """
-
-    def __init__(self, budgets: Buckets, times: Mapping[int, BudgetTimes], launch_s: float = 0.0) -> None:
-        self._budgets = budgets
-        self.times = times
-        self.launch_s = launch_s
-
-    def budget_of(self, sizes: Sequence[int]) -> int | None:
-        """Return what a batch of items of these sizes, in tokens, is padded to; None: it is to be computed eagerly."""
-        num_tokens = sum(sizes)
-        budget = self._budgets.fit(num_tokens)
-        if budget is None or not self.times:
-            return budget
-        squares = sum(size**2 for size in sizes)
-        with_padding = squares + (budget - num_tokens) ** 2  # padding attends to itself, like one more item
-        captured_s = self.times[budget].captured_with(with_padding)
-        return budget if captured_s <= max(self.launch_s, self._computing_s(num_tokens, squares)) else None
-
-    def _computing_s(self, num_tokens: int, squares: int) -> float:
-        """Return what computing a batch takes eagerly: interpolated between the budgets around it."""
-        sizes = self._budgets.sizes
-        index = bisect_left(sizes, num_tokens)
-        above = self.times[sizes[index]].eager_with(squares)
-        if index == 0:
-            return above  # below the smallest budget launches count
-        start, end = sizes[index - 1], sizes[index]
-        below = self.times[start].eager_with(squares)
-        return below + (above - below) * (num_tokens - start) / (end - start)
-
-
-@dataclass(slots=True)
-class EncoderStats:
-    """Counters of encoded batches, and what their graphs cost."""
-
-    num_items: int = 0
-    """Encoded, not found in a cache."""
-    num_tokens: int = 0
-    """Of these items."""
-    num_captured_batches: int = 0
-    num_captured_items: int = 0
-    num_captured_tokens: int = 0
-    """Without padding."""
-    num_padding_tokens: int = 0
-    num_eager_batches: int = 0
-    """Encoded without a graph: an item larger than every budget, or a batch whose padding costs more than launching."""
-    num_oversize_items: int = 0
-    """Items that are larger than every budget."""
-    num_graphs: int = 0
-    capture_s: float = 0.0
-    graph_bytes: int = 0
-    """What capturing took of the device's memory, and the buffers of the batches."""
-
-    @property
-    def hit_rate(self) -> float:
-        """The share of items that were encoded by a captured batch, 0..1."""
-        return self.num_captured_items / max(self.num_items, 1)
-
-    @property
-    def padding_share(self) -> float:
-        """The share of the captured batches' tokens that were padding, 0..1."""
-        return self.num_padding_tokens / max(self.num_captured_tokens + self.num_padding_tokens, 1)
-
-
 class EncoderCudaGraphManager(Generic[BatchT]):
     """Owns an encoder's graphs and buffers. Knows of the model what the protocol says.
 
@@ -386,3 +237,152 @@ class EncoderCudaGraphManager(Generic[BatchT]):
 
     def _forward(self, shape: BatchShape) -> torch.Tensor:
         return self._model.captured_forward(self._buffers.inputs(shape), shape)
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Items that are encoded by one forward."""
+
+    indices: tuple[int, ...]  # into the list of items, ascending
+    num_tokens: int  # of these items together
+    budget: int | None  # what they are padded to; None when they are encoded eagerly
+
+
+def pack_items(
+    num_tokens: Sequence[int], largest: int, max_items: int, budget_of: Callable[[Sequence[int]], int | None]
+) -> list[PackedBatch]:
+    """Fill batches one after the other, each with as many items as go into the largest budget.
+
+    Items keep their order, but for those too large for any budget: each of them is a batch of its own.
+
+    Args:
+        num_tokens: Of each item.
+        largest: The largest budget.
+        max_items: The most items of a batch.
+        budget_of: Returns what a batch of items of so many tokens each is padded to: the smallest budget that holds
+            them; None when they had better be encoded eagerly.
+    """
+    batches: list[PackedBatch] = []
+    indices: list[int] = []
+    filled = 0
+
+    def close() -> None:
+        nonlocal filled
+        if indices:
+            batches.append(PackedBatch(tuple(indices), filled, budget_of([num_tokens[index] for index in indices])))
+            indices.clear()
+            filled = 0
+
+    for index, size in enumerate(num_tokens):
+        if size > largest:
+            batches.append(PackedBatch((index,), size, None))
+            continue
+        if filled + size > largest or len(indices) == max_items:
+            close()
+        indices.append(index)
+        filled += size
+    close()
+    return batches
+
+
+@dataclass(frozen=True)
+class BudgetTimes:
+    """What full batches of one budget take, seconds: of one item, and of several."""
+
+    budget: int  # tokens
+    captured_s: float
+    eager_s: float
+    split_captured_s: float  # several items; the same as `captured_s` where there is room for one only
+    split_squares: int  # the sum of the squares of their tokens
+
+    def captured_with(self, squares: int) -> float:
+        """Return what the graph takes, by the sum of squares of its items, padding included."""
+        return self.captured_s - self._attention_s(squares)
+
+    def eager_with(self, squares: int) -> float:
+        """Return what a full batch takes eagerly, by the sum of squares of its items, unless launching takes longer."""
+        return self.eager_s - self._attention_s(squares)
+
+    def _attention_s(self, squares: int) -> float:
+        """Return how much less attention takes than for one item. By the graphs: eagerly, launching may hide it."""
+        if self.split_squares == self.budget**2:
+            return 0.0
+        difference = max(self.captured_s - self.split_captured_s, 0.0)
+        return difference * (self.budget**2 - squares) / (self.budget**2 - self.split_squares)
+
+
+class GraphChoice:
+    """Chooses by measurement whether a batch is worth its graph: a graph saves launches, and costs padding.
+
+        time of eager, by tokens      ______/     launches bound it below, computing above
+        time of graphs, by budget     __--''      a stair: padded to the next budget
+
+    Where the stair is above the line, the batch is computed eagerly. Items attend to themselves alone, so attention
+    takes what the squares of their sizes take. One item that fills a budget is one end, many small ones are the other;
+    both are measured, and the sum of its squares places a batch between them.
+
+    Args:
+        budgets: There are graphs for these.
+        times: Of each; empty where nothing was measured: then every batch that fits takes its graph.
+        launch_s: What the smallest batch takes eagerly: it is as many launches as any.
+    """
+
+    def __init__(self, budgets: Buckets, times: Mapping[int, BudgetTimes], launch_s: float = 0.0) -> None:
+        self._budgets = budgets
+        self.times = times
+        self.launch_s = launch_s
+
+    def budget_of(self, sizes: Sequence[int]) -> int | None:
+        """Return what a batch of items of these sizes, in tokens, is padded to; None: it is to be computed eagerly."""
+        num_tokens = sum(sizes)
+        budget = self._budgets.fit(num_tokens)
+        if budget is None or not self.times:
+            return budget
+        squares = sum(size**2 for size in sizes)
+        with_padding = squares + (budget - num_tokens) ** 2  # padding attends to itself, like one more item
+        captured_s = self.times[budget].captured_with(with_padding)
+        return budget if captured_s <= max(self.launch_s, self._computing_s(num_tokens, squares)) else None
+
+    def _computing_s(self, num_tokens: int, squares: int) -> float:
+        """Return what computing a batch takes eagerly: interpolated between the budgets around it."""
+        sizes = self._budgets.sizes
+        index = bisect_left(sizes, num_tokens)
+        above = self.times[sizes[index]].eager_with(squares)
+        if index == 0:
+            return above  # below the smallest budget launches count
+        start, end = sizes[index - 1], sizes[index]
+        below = self.times[start].eager_with(squares)
+        return below + (above - below) * (num_tokens - start) / (end - start)
+
+
+@dataclass(slots=True)
+class EncoderStats:
+    """Counters of encoded batches, and what their graphs cost."""
+
+    num_items: int = 0
+    """Encoded, not found in a cache."""
+    num_tokens: int = 0
+    """Of these items."""
+    num_captured_batches: int = 0
+    num_captured_items: int = 0
+    num_captured_tokens: int = 0
+    """Without padding."""
+    num_padding_tokens: int = 0
+    num_eager_batches: int = 0
+    """Encoded without a graph: an item larger than every budget, or a batch whose padding costs more than launching."""
+    num_oversize_items: int = 0
+    """Items that are larger than every budget."""
+    num_graphs: int = 0
+    capture_s: float = 0.0
+    graph_bytes: int = 0
+    """What capturing took of the device's memory, and the buffers of the batches."""
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of items that were encoded by a captured batch, 0..1."""
+        return self.num_captured_items / max(self.num_items, 1)
+
+    @property
+    def padding_share(self) -> float:
+        """The share of the captured batches' tokens that were padding, 0..1."""
+        return self.num_padding_tokens / max(self.num_captured_tokens + self.num_padding_tokens, 1)

@@ -320,6 +320,8 @@ class CompiledLayer:
 def compile_layers(model: DecoderModel, max_tokens: int, backend: str) -> None:
     """Run what is before and after attention of a model's layers through torch.compile, from here on.
 
+    Experts are not compiled: which weights they read is known on the device alone.
+
     What that took is in `model.costs`. Steps of few tokens, whose products the model's own kernels compute, run the
     layers' own functions.
 

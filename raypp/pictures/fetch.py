@@ -1,7 +1,8 @@
 """Fetching an image from an address that a stranger names, without letting that stranger look around.
 
 A name is resolved once, every address that it has must be a public one, and the connection goes to the address that was
-checked: not to what a second look-up says. The same for each redirection. Time and size are bounded as a whole.
+checked: not to what a second look-up says. The same for each redirection. Time and size are bounded as a whole: a
+socket's timeout is of one read only, and a look-up of the system has none, so all of them share one deadline.
 """
 
 from __future__ import annotations

@@ -18,132 +18,6 @@ from raypp.ops.kv_cache import as_cached, cache_rows, write_kv_cache
 from raypp.ops.weight import Weight, linear_in_float32
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up. Shapes: gate_up [T, 2 * I], the gate first; returns [T, I]."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up)
-
-
-class TorchExperts:
-    """See `raypp.ops.backend.Experts`.
-
-    Args:
-        norm: Of the tokens.
-        router: [E, H].
-        gate_up: [2 I, H] of each expert, the gate first.
-        down: [H, I] of each expert.
-        routing: How experts are chosen.
-    """
-
-    def __init__(
-        self, norm: RMSNorm, router: torch.Tensor, gate_up: list[Linear], down: list[Linear], routing: Routing
-    ) -> None:
-        self._norm = norm
-        self._router = router
-        self._gate_up = gate_up
-        self._down = down
-        self._routing = routing
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the MLP, [T, H]. Shapes: hidden [T, H], left as it is."""
-        normed = self._norm(hidden)
-        experts, weights = choose_experts(F.linear(normed, self._router), self._routing)
-        out = torch.empty_like(hidden)
-        self._add_sum(hidden, normed, experts, weights, out)
-        return out
-
-    @break_point
-    def _add_sum(
-        self,
-        hidden: torch.Tensor,
-        normed: torch.Tensor,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """Write the residual stream to `out`. How often each expert is chosen decides what is launched."""
-        if not len(hidden):
-            return
-        num_tokens, num_chosen = experts.shape
-        by_expert = experts.flatten().argsort(stable=True)
-        counts = torch.bincount(experts.flatten(), minlength=len(self._down)).tolist()
-        x = normed.index_select(0, by_expert // num_chosen)
-        y = _each(self._down, silu_and_mul(_each(self._gate_up, x, counts)), counts)
-        of_pairs = torch.empty_like(y).index_copy_(0, by_expert, y).view(num_tokens, num_chosen, -1)
-        out.copy_((of_pairs * weights.unsqueeze(2)).sum(1).add_(hidden))
-
-
-def _each(linears: list[Linear], x: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Return the outputs of linear layers, each of its own rows. Shapes: x [sum of counts, K]; returns [.., N]."""
-    parts = zip(linears, x.split(counts), strict=True)
-    return torch.cat([linear(rows) for linear, rows in parts if len(rows)])
-
-
-class RMSNorm:
-    """Scales vectors to a root mean square of one, then by a learned weight.
-
-    Shapes: weight [..., n]. Leading dimensions give each head its own weight: the queries' and keys' norms of a layer
-    are one call on [T, heads, n].
-    """
-
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        size = weight.shape[-1]
-        self.weight = weight
-        self._eps = eps
-        self._size = (size,)
-        # x / sqrt(sum(x^2) / n + eps) = sqrt(n) * x / hypot(|x|, sqrt(n * eps)): in float32 on a CPU half the time of
-        # the composite `F.rms_norm`, and as exact; a decode step of four layers has thirteen norms.
-        self._is_fast = weight.dtype == torch.float32 and not weight.is_cuda
-        self._scaled_weight = weight * math.sqrt(size)
-        self._floor = torch.tensor(math.sqrt(size * eps), dtype=weight.dtype, device=weight.device)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalized vectors, shaped like x [..., n] and of its dtype."""
-        if self._is_fast:
-            length = torch.linalg.vector_norm(x, 2, -1, True).hypot_(self._floor)
-            return torch.div(x, length).mul_(self._scaled_weight)
-        return F.rms_norm(x, self._size, None, self._eps).mul_(self.weight)
-
-
-class Linear:
-    """y = x W^T + b.
-
-    Args:
-        weight: [N, K]; not kept where a packed copy takes its place.
-        bias: [N] or None.
-        may_pack: Whether the weight may be kept in another form than torch's own.
-    """
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, may_pack: bool = True) -> None:
-        self._is_packed = may_pack and _can_pack(weight)
-        self._weight: torch.Tensor = (
-            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self._is_packed else weight
-        )
-        self._bias = bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return y [T, N]. Shapes: x [T, K], of the weight's dtype."""
-        if not self._is_packed:
-            return F.linear(x, self._weight, self._bias)
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
-        return y
-
-    def in_float32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return y in float32, without a bias; see `linear_in_float32`."""
-        if not self._is_packed:
-            return linear_in_float32(x, self._weight, out)
-        y = self(x).to(torch.float32)
-        return y if out is None else out.copy_(y)
-
-
-def _can_pack(weight: torch.Tensor) -> bool:
-    if weight.is_cuda or not torch._C._has_mkldnn:
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
-
-
 class TorchKernels:
     """See `raypp.ops.backend.KernelSet`.
 
@@ -314,3 +188,134 @@ def _attend(
     num_tokens = batch.num_tokens
     out[:num_tokens] = paged_attention(q[:num_tokens], k, v, kv_cache, batch, heads).flatten(1)
     return out
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up. Shapes: gate_up [T, 2 * I], the gate first; returns [T, I]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+class TorchExperts:
+    """The sparse MLP expert by expert: each reads its weights once, for all of its tokens.
+
+    It asks the device for the number of each expert's tokens, so a CUDA graph cannot hold it.
+
+    Args:
+        norm: Of the tokens.
+        router: [E, H].
+        gate_up: [2 I, H] of each expert, the gate first.
+        down: [H, I] of each expert.
+        routing: How experts are chosen.
+    """
+
+    def __init__(
+        self, norm: RMSNorm, router: torch.Tensor, gate_up: list[Linear], down: list[Linear], routing: Routing
+    ) -> None:
+        self._norm = norm
+        self._router = router
+        self._gate_up = gate_up
+        self._down = down
+        self._routing = routing
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream after the MLP, [T, H]. Shapes: hidden [T, H], left as it is."""
+        normed = self._norm(hidden)
+        experts, weights = choose_experts(F.linear(normed, self._router), self._routing)
+        out = torch.empty_like(hidden)
+        self._add_sum(hidden, normed, experts, weights, out)
+        return out
+
+    @break_point
+    def _add_sum(
+        self,
+        hidden: torch.Tensor,
+        normed: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the residual stream to `out`. How often each expert is chosen decides what is launched."""
+        if not len(hidden):
+            return
+        num_tokens, num_chosen = experts.shape
+        by_expert = experts.flatten().argsort(stable=True)
+        counts = torch.bincount(experts.flatten(), minlength=len(self._down)).tolist()
+        x = normed.index_select(0, by_expert // num_chosen)
+        y = _each(self._down, silu_and_mul(_each(self._gate_up, x, counts)), counts)
+        of_pairs = torch.empty_like(y).index_copy_(0, by_expert, y).view(num_tokens, num_chosen, -1)
+        out.copy_((of_pairs * weights.unsqueeze(2)).sum(1).add_(hidden))
+
+
+def _each(linears: list[Linear], x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Return the outputs of linear layers, each of its own rows. Shapes: x [sum of counts, K]; returns [.., N]."""
+    parts = zip(linears, x.split(counts), strict=True)
+    return torch.cat([linear(rows) for linear, rows in parts if len(rows)])
+
+
+class RMSNorm:
+    """Scales vectors to a root mean square of one, then by a learned weight (RMSNorm, arXiv:1910.07467).
+
+    Shapes: weight [..., n]. Leading dimensions give each head its own weight: the queries' and keys' norms of a layer
+    are one call on [T, heads, n].
+    """
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        size = weight.shape[-1]
+        self.weight = weight
+        self._eps = eps
+        self._size = (size,)
+        # x / sqrt(sum(x^2) / n + eps) = sqrt(n) * x / hypot(|x|, sqrt(n * eps)): in float32 on a CPU half the time of
+        # the composite `F.rms_norm`, and as exact; a decode step of four layers has thirteen norms.
+        self._is_fast = weight.dtype == torch.float32 and not weight.is_cuda
+        self._scaled_weight = weight * math.sqrt(size)
+        self._floor = torch.tensor(math.sqrt(size * eps), dtype=weight.dtype, device=weight.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalized vectors, shaped like x [..., n] and of its dtype."""
+        if self._is_fast:
+            length = torch.linalg.vector_norm(x, 2, -1, True).hypot_(self._floor)
+            return torch.div(x, length).mul_(self._scaled_weight)
+        return F.rms_norm(x, self._size, None, self._eps).mul_(self.weight)
+
+
+class Linear:
+    """y = x W^T + b, with the weight in oneDNN's blocked form where the CPU has that.
+
+    Packed once at load, it is read from memory at twice the rate, and from two rows on products are 2 to 5 times as
+    fast: docs/design/0002-cpu-attention.md.
+
+    Args:
+        weight: [N, K]; not kept where a packed copy takes its place.
+        bias: [N] or None.
+        may_pack: Whether the weight may be kept in another form than torch's own.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, may_pack: bool = True) -> None:
+        self._is_packed = may_pack and _can_pack(weight)
+        self._weight: torch.Tensor = (
+            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self._is_packed else weight
+        )
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return y [T, N]. Shapes: x [T, K], of the weight's dtype."""
+        if not self._is_packed:
+            return F.linear(x, self._weight, self._bias)
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
+        return y
+
+    def in_float32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return y in float32, without a bias; see `linear_in_float32`."""
+        if not self._is_packed:
+            return linear_in_float32(x, self._weight, out)
+        y = self(x).to(torch.float32)
+        return y if out is None else out.copy_(y)
+
+
+def _can_pack(weight: torch.Tensor) -> bool:
+    if weight.is_cuda or not torch._C._has_mkldnn:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32

@@ -3,7 +3,8 @@
     few     route, gate_up_few, down_few
     more    route, arrange, gate_up_tiles, down_tiles, sum_of_experts
 
-The launches depend on the number of tokens alone, so a CUDA graph can hold them.
+The launches depend on the number of tokens alone, so a CUDA graph can hold them. `raypp/assets/expert_cuts.json` has
+the cuts that benchmarks/micro/tune_experts.py found for some models; other shapes get cuts that are good for those.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each program multiplies a strip of the weight with a tile of rows of x. A code is expanded in registers: behind the bits
 of 128 (bfloat16) or 1024 (float16) its four bits are the last ones of the mantissa, so that what is left is a
 subtraction, which is exact. Sums of a group of inputs are multiplied by its scale. The weight lies as
-`raypp.ops.cuda.int4_products` says; strips may be split along K as in `raypp.ops.cuda.projection`.
+`PackedInt4` says; strips may be split along K as in `raypp.ops.cuda.projection`.
 
 Twin: `linear` of tests/gpu/reference_ops.py with `Weight.dequantized`.
 """
@@ -32,7 +32,16 @@ _PIECE_OUTPUTS = 1024
 
 @dataclass(frozen=True, eq=False)
 class PackedInt4:
-    """A weight of N outputs, in P parts of as many, and K inputs. A part is padded to N' outputs; inputs to K'."""
+    """A weight of N outputs, in P parts of as many, and K inputs. A part is padded to N' outputs; inputs to K'.
+
+    A tile is 64 outputs and 64 inputs, 2,048 bytes in a row, in the order in which tensor cores want them. Its first 32
+    inputs are the low halves of the bytes, the others the high halves, so that each half is an operand of a product
+    without a move between threads. Of a tile's bytes, a thread of four warps holds 16, in the order of the registers of
+    a product of 16 x 16 (PTX ISA, "Matrix Fragments for wgmma.mma_async.m64nNk16"):
+
+        byte of a tile   [warp 4][output mod 8][input / 2 mod 4][step of 16 inputs 2][half of a step 2]
+                         [output / 8 mod 2][input mod 2]
+    """
 
     codes: torch.Tensor  # [P * N' / 64, K' / 64, 2048] uint8
     scale: torch.Tensor  # [C, P * N'] in 16 or 32 bits

@@ -28,119 +28,8 @@ from raypp.ops.kv_cache import zeros_on_demand
 _TILE = 1024  # words at a time
 
 
-class KernelBlockMover:
-    """A `raypp.ops.block_store.BlockMover`: one launch each."""
-
-    def gather(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        """Copy blocks into one piece each."""
-        _move(planes, blocks, staged, gathers=True)
-
-    def scatter(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        """Copy pieces back into blocks."""
-        _move(planes, blocks, staged, gathers=False)
-
-
-def _move(planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor, *, gathers: bool) -> None:
-    num_planes, num_blocks, num_words = planes.shape
-    _move_words[(num_planes, len(blocks))](
-        planes,
-        staged,
-        blocks,
-        num_planes,
-        num_blocks,
-        num_words,
-        GATHERS=gathers,
-        TILE=min(_TILE, triton.next_power_of_2(num_words)),
-        num_warps=4,
-    )
-
-
-@triton.jit(do_not_specialize=["num_planes", "num_blocks"])
-def _move_words(
-    planes,
-    staged,
-    blocks,
-    num_planes,
-    num_blocks,
-    num_words,
-    GATHERS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    plane, index = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    inside = planes + (plane * num_blocks + tl.load(blocks + index)) * num_words
-    outside = staged + (index * num_planes + plane) * num_words
-    for begin in range(0, num_words, TILE):
-        word = begin + tl.arange(0, TILE)
-        is_word = word < num_words
-        if GATHERS:
-            tl.store(outside + word, tl.load(inside + word, mask=is_word), mask=is_word)
-        else:
-            tl.store(inside + word, tl.load(outside + word, mask=is_word), mask=is_word)
-
-
 _left_behind: list[torch.Tensor] = []
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-def locked_memory(num_bytes: int, owner: object) -> torch.Tensor:
-    """Return page-locked memory, [num_bytes] uint8, for as long as its owner lives. At start only: it takes seconds.
-
-    What it holds is arbitrary.
-
-    Raises:
-        ResourceError: there is not so much memory to spare, or the system does not let it be locked.
-    """
-    if any(memory.nbytes == num_bytes for memory in _left_behind):
-        torch.cuda.synchronize()  # whoever left it may have ordered copies that are under way
-        memory = _left_behind.pop([memory.nbytes for memory in _left_behind].index(num_bytes))
-    else:
-        _unlock_what_is_left()
-        memory = _lock(num_bytes)
-    weakref.finalize(owner, _left_behind.append, memory).atexit = False
-    return memory
-
-
-def spare_bytes() -> int | None:
-    """Return the main memory that this machine or container has to spare; None where the system does not tell."""
-    found = []
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        if limit != "max":
-            used = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-            # What it has read of files, such as a checkpoint's, counts as its memory, and goes when memory is needed.
-            files = int(used["active_file"]) + int(used["inactive_file"])
-            found.append(int(limit) - int((_CGROUP / "memory.current").read_text()) + files)
-    except (OSError, ValueError, KeyError):
-        pass  # not Linux, or a container that shows neither
-    return min(found, default=None)
-
-
-def _lock(num_bytes: int) -> torch.Tensor:
-    spare = spare_bytes()
-    if spare is not None and num_bytes > spare:
-        raise ResourceError(
-            "there is too little main memory for KV blocks",
-            got=f"{spare / 2**30:.2f} GiB to spare",
-            expected=f"{num_bytes / 2**30:.2f} GiB, which will be page-locked",
-            hint="lower cpu_kv_bytes; it is for each stage",
-        )
-    memory = zeros_on_demand(num_bytes, torch.uint8)
-    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
-    if status:
-        raise ResourceError(
-            "the memory for KV blocks cannot be page-locked",
-            got=f"CUDA error {status} for {num_bytes / 2**30:.2f} GiB",
-            expected="a system that lets this process lock so much of its main memory",
-            hint="lower cpu_kv_bytes, or raise the limit of locked memory (ulimit -l, a container's memory)",
-        )
-    return memory
-
-
-def _unlock_what_is_left() -> None:
-    while _left_behind:
-        torch.cuda.cudart().cudaHostUnregister(_left_behind.pop().data_ptr())
 
 
 Places = NDArray[Any]  # integers
@@ -201,3 +90,118 @@ def runs(places: Places) -> Iterator[tuple[int, int]]:
     """Yield start and end of each run of consecutive numbers among ascending ones, [n]."""
     starts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist()]
     yield from zip(starts, [*starts[1:], len(places)], strict=True)
+
+
+class KernelBlockMover:
+    """A `raypp.ops.block_store.BlockMover`: one launch each. Twin: `TorchBlockMover`.
+
+    A program copies what a layer's keys or values have of a block; addresses take 64 bits.
+    """
+
+    def gather(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
+        """Copy blocks into one piece each."""
+        _move(planes, blocks, staged, gathers=True)
+
+    def scatter(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
+        """Copy pieces back into blocks."""
+        _move(planes, blocks, staged, gathers=False)
+
+
+def _move(planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor, *, gathers: bool) -> None:
+    num_planes, num_blocks, num_words = planes.shape
+    _move_words[(num_planes, len(blocks))](
+        planes,
+        staged,
+        blocks,
+        num_planes,
+        num_blocks,
+        num_words,
+        GATHERS=gathers,
+        TILE=min(_TILE, triton.next_power_of_2(num_words)),
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["num_planes", "num_blocks"])
+def _move_words(
+    planes,
+    staged,
+    blocks,
+    num_planes,
+    num_blocks,
+    num_words,
+    GATHERS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    plane, index = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    inside = planes + (plane * num_blocks + tl.load(blocks + index)) * num_words
+    outside = staged + (index * num_planes + plane) * num_words
+    for begin in range(0, num_words, TILE):
+        word = begin + tl.arange(0, TILE)
+        is_word = word < num_words
+        if GATHERS:
+            tl.store(outside + word, tl.load(inside + word, mask=is_word), mask=is_word)
+        else:
+            tl.store(inside + word, tl.load(outside + word, mask=is_word), mask=is_word)
+
+
+def locked_memory(num_bytes: int, owner: object) -> torch.Tensor:
+    """Return page-locked memory, [num_bytes] uint8 of any content, for as long as its owner lives.
+
+    At start only: locking takes a second for some GiB. Memory is locked where it lies, since torch's own comes in
+    powers of two. What an owner leaves stays locked for the next owner of as much: the next life of a stage.
+
+    Raises:
+        ResourceError: there is not so much memory to spare, or the system does not let it be locked.
+    """
+    if any(memory.nbytes == num_bytes for memory in _left_behind):
+        torch.cuda.synchronize()  # whoever left it may have ordered copies that are under way
+        memory = _left_behind.pop([memory.nbytes for memory in _left_behind].index(num_bytes))
+    else:
+        _unlock_what_is_left()
+        memory = _lock(num_bytes)
+    weakref.finalize(owner, _left_behind.append, memory).atexit = False
+    return memory
+
+
+def spare_bytes() -> int | None:
+    """Return the main memory that this machine or container has to spare; None where the system does not tell."""
+    found = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit != "max":
+            used = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+            # What it has read of files, such as a checkpoint's, counts as its memory, and goes when memory is needed.
+            files = int(used["active_file"]) + int(used["inactive_file"])
+            found.append(int(limit) - int((_CGROUP / "memory.current").read_text()) + files)
+    except (OSError, ValueError, KeyError):
+        pass  # not Linux, or a container that shows neither
+    return min(found, default=None)
+
+
+def _lock(num_bytes: int) -> torch.Tensor:
+    spare = spare_bytes()
+    if spare is not None and num_bytes > spare:
+        raise ResourceError(
+            "there is too little main memory for KV blocks",
+            got=f"{spare / 2**30:.2f} GiB to spare",
+            expected=f"{num_bytes / 2**30:.2f} GiB, which will be page-locked",
+            hint="lower cpu_kv_bytes; it is for each stage",
+        )
+    memory = zeros_on_demand(num_bytes, torch.uint8)
+    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+    if status:
+        raise ResourceError(
+            "the memory for KV blocks cannot be page-locked",
+            got=f"CUDA error {status} for {num_bytes / 2**30:.2f} GiB",
+            expected="a system that lets this process lock so much of its main memory",
+            hint="lower cpu_kv_bytes, or raise the limit of locked memory (ulimit -l, a container's memory)",
+        )
+    return memory
+
+
+def _unlock_what_is_left() -> None:
+    while _left_behind:
+        torch.cuda.cudart().cudaHostUnregister(_left_behind.pop().data_ptr())

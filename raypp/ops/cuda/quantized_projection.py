@@ -71,7 +71,11 @@ def prepared_scale(product: LibraryProduct, scale: torch.Tensor) -> torch.Tensor
 
 
 def library_product(weight: Weight, device: torch.device) -> LibraryProduct | None:
-    """Return how the library multiplies a weight in 8 bits; None: it does not."""
+    """Return how the library (cuBLASLt, CUTLASS) multiplies a weight in 8 bits, for many rows; None: it does not.
+
+    Names of functions and layouts of scales differ between versions of torch, so each way is tried once, on a small
+    product whose result is known.
+    """
     if device.type != "cuda" or weight.num_inputs % 16 or weight.num_outputs % 16:
         return None
     if weight.block[1] >= weight.num_inputs:

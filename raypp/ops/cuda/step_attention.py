@@ -69,7 +69,12 @@ class CopyPlan:
 
 
 class FlashInferPrefill:
-    """Attention of prefill rows, planned on the host: a break point of graphs.
+    """Attention of prefill rows by FlashInfer (arXiv:2501.01005), planned on the host: a break point of graphs.
+
+    Its kernels are compiled when they are first used, and cached on disk. Hopper's (FlashAttention-3, arXiv:2407.08608)
+    read keys and values by the tensor memory accelerator where these lie one after the other; blocks of a cache are
+    gathered by threads, which takes longer. So long chunks attend to a copy of their rows' keys and values, made once a
+    layer, also in 16 bits where the cache has 8.
 
     A plan is written to pinned memory and copied from there by the device. Planning anew in the same entry waits for
     that copy; steps take entries in turn, and find it done.
