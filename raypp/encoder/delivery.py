@@ -7,7 +7,7 @@
 
 The memory is the receiver's and holds one parcel at a time: the next is written when the one before was taken in, which
 the sender learns by the answer to its call. No flag is waited for, by no stream: an encoder that dies half-way leaves
-rows that nobody reads, and the next one writes over them.
+rows that are never read, and the next one writes over them.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class ItemReceiver:
     def open(self, encoder_index: int, num_bytes: int) -> bytes:
         """Return the handle of memory that an encoder writes into; one that was started again gets the same.
 
-        It is left to the end of the process: whether a dead encoder's last write has ended, nobody can tell.
+        It is kept to the end of the process: a dead encoder's last write may still be under way.
 
         Args:
             encoder_index: Whose memory.

@@ -99,27 +99,23 @@ def grammar_of(source: str) -> str:
     """
     kind, value = kind_and_value(source)
     try:
-        return _lark(kind, value)
+        match kind:
+            case "json_schema":
+                start = f"start: {json_rule(json.loads(value))}"
+            case "json_object":
+                start = f"start: {json_rule(_OBJECT)}"
+            case "regex":
+                start = f"start: {regex(value)}"
+            case "choice":
+                start = f"start: TEXT\nTEXT: {one_of(map(literal, value))}"
+            case "grammar":
+                start = lark_of_grammar(value)
+            case _:
+                start = lark_of_structural_tag(json.loads(value))
     except RecursionError:
         raise refused(kind, "it is nested too deeply") from None
     except ValueError as error:
         raise refused(kind, str(error)) from None
-
-
-def _lark(kind: str, value: Any) -> str:
-    match kind:
-        case "json_schema":
-            start = f"start: {json_rule(json.loads(value))}"
-        case "json_object":
-            start = f"start: {json_rule(_OBJECT)}"
-        case "regex":
-            start = f"start: {regex(value)}"
-        case "choice":
-            start = f"start: TEXT\nTEXT: {one_of(map(literal, value))}"
-        case "grammar":
-            start = lark_of_grammar(value)
-        case _:
-            start = lark_of_structural_tag(json.loads(value))
     return f"{LARK_MARK} {{}}\n{start}\n"
 
 

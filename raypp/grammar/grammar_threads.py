@@ -42,7 +42,7 @@ Advance = tuple[int, Sequence[int], Sequence[int]]
 
 
 class Job(ABC):
-    """Something to be done once. Its results are there when `GrammarBackend.receive` has returned it."""
+    """Work for one thread. Its results are valid once `GrammarBackend.receive` has returned it."""
 
     began_s: float | None = None
     """When it began, monotonic; set by the thread that does it."""
@@ -120,7 +120,7 @@ class SlowMaskJob(MaskJob):
 
 
 class GrammarBackend(Protocol):
-    """Whoever does jobs. One thread's."""
+    """Runs jobs. Called from one thread."""
 
     def submit(self, job: Job) -> None:
         """Have a job done. Does not wait for it, and raises nothing."""
@@ -236,7 +236,12 @@ class GrammarThreads:
                 while True:
                     job = pool.jobs.get_nowait()
                     if job is not None:
-                        job.error = _none_left(pool.num_given_up)
+                        job.error = RequestError(
+                            "no thread is left to compile grammars or to make masks in",
+                            got=f"{pool.num_given_up} threads that take longer than they may, and none beside them",
+                            hint="send the request again later; other requests' grammars or a limit on the number of "
+                            "threads are at fault",
+                        )
                         self._done.append(job)
             self._wake()
 
@@ -268,7 +273,7 @@ class GrammarThreads:
     def _load(self, source: VocabularySource) -> None:
         try:
             self._vocabulary.set_result(source.load())
-        except BaseException as error:  # those who need it will see
+        except BaseException as error:  # raised in the jobs that need it
             self._vocabulary.set_exception(error)
 
     def _loaded(self) -> Vocabulary:
@@ -286,11 +291,3 @@ class GrammarThreads:
                 hint="look whether the disk with the model answers, and send the request again",
                 param="structured_outputs",
             ) from None
-
-
-def _none_left(num_given_up: int) -> RequestError:
-    return RequestError(
-        "no thread is left to compile grammars or to make masks in",
-        got=f"{num_given_up} threads that take longer than they may, and none beside them",
-        hint="send the request again later; other requests' grammars or a limit on the number of threads are at fault",
-    )

@@ -157,7 +157,9 @@ def _check_keywords(at: str, schema: dict[str, Any]) -> None:
             is_right = is_right and bool(value)
         if keyword in ("required", "dependentRequired"):
             names = [value] if keyword == "required" else [*value.values()] if is_right else []
-            is_right = is_right and all(isinstance(each, list) and _are_names(each) for each in names)
+            is_right = is_right and all(
+                isinstance(each, list) and all(isinstance(name, str) for name in each) for each in names
+            )
         if keyword in (*_MAPS, "required"):
             is_right = is_right and len(value) <= MAX_PROPERTIES
         if keyword in _COUNTS:
@@ -166,7 +168,11 @@ def _check_keywords(at: str, schema: dict[str, Any]) -> None:
             raise cannot_be_enforced(at, f"{keyword} {str(value)[:40]!r}", expected=expected)
         match keyword:
             case "type":
-                _check_types(at, value)
+                for name in [value] if isinstance(value, str) else value:
+                    if name not in TYPES:
+                        raise cannot_be_enforced(
+                            at, f"the type {name!r}", expected=f"one of {', '.join(sorted(TYPES))}"
+                        )
             case "enum":
                 check_values(at, value)
             case "multipleOf" if not 0 < step_of(value)[0] <= _MAX_REMAINDERS:
@@ -179,16 +185,6 @@ def _check_keywords(at: str, schema: dict[str, Any]) -> None:
                     raise cannot_be_enforced(at, str(error)) from None
             case _ if keyword in _BOUNDS and not isinstance(value, bool):
                 _check_number(at, value, _MAX_EXACT if isinstance(value, int) else _MAX_BOUND_DIGITS)
-
-
-def _are_names(names: list[Any]) -> bool:
-    return all(isinstance(name, str) for name in names)
-
-
-def _check_types(at: str, value: str | list[Any]) -> None:
-    for name in [value] if isinstance(value, str) else value:
-        if name not in TYPES:
-            raise cannot_be_enforced(at, f"the type {name!r}", expected=f"one of {', '.join(sorted(TYPES))}")
 
 
 def check_values(at: str, values: list[Any]) -> None:

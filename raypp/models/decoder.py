@@ -47,8 +47,8 @@ class HeadSupport:
 
     tap_depths: tuple[int, ...]  # layers of the model after which this stage keeps the residual stream
     max_tokens: int  # of a step
-    gives_embedding: bool = False  # last stage: the head has none of its own
-    gives_lm_head: bool = False  # last stage: likewise
+    gives_embedding: bool = False  # last stage: the draft head has none
+    gives_lm_head: bool = False  # last stage: the draft head has none
 
 
 class DecoderLayer(Protocol):
@@ -63,7 +63,7 @@ class DecoderLayer(Protocol):
     def attend(
         self,
         qkv: torch.Tensor,
-        by: Rotation,
+        rope: Rotation,
         kv_cache: torch.Tensor,
         attention: AttentionBatch,
         out: torch.Tensor | None = None,
@@ -210,28 +210,24 @@ class DecoderModel:
         Shapes: hidden [T, H], may be overwritten on a GPU; positions [T] int64, or [T, 3] along the axes of a model
         that has some; kv_caches one per layer, see `raypp.ops.kv_cache`.
         """
-        by = self._rotation(positions)
+        frequencies = self._inverse_frequencies if positions.ndim == 1 else self._axis_frequencies
+        assert frequencies is not None, "positions along axes, for a model that has none"
+        rope = self.kernels.rotation(positions, frequencies, self._config.rope.attention_factor)
         for depth, layer, kv_cache in zip(self._layer_indices, self.layers, kv_caches, strict=True):
-            self._tap(depth, hidden)
-            attended = layer.attend(layer.before_attention(hidden), by, kv_cache, attention, attention.padded_out)
+            if depth in self.taps:
+                self._tap(depth, hidden)
+            attended = layer.attend(layer.before_attention(hidden), rope, kv_cache, attention, attention.padded_out)
             hidden = layer.after_attention(hidden, attended)
             if deepstack is not None and depth - deepstack.first_layer < len(deepstack.rows):
                 indices = deepstack.token_indices
                 rows = hidden.index_select(0, indices).add_(deepstack.rows[depth - deepstack.first_layer])
                 hidden = hidden.index_copy_(0, indices, rows)
-        self._tap(self._layer_indices.stop, hidden)
+        if self._layer_indices.stop in self.taps:
+            self._tap(self._layer_indices.stop, hidden)
         return hidden
 
     def _tap(self, depth: int, hidden: torch.Tensor) -> None:
-        if depth in self.taps:
-            self.taps[depth][: len(hidden)].copy_(hidden)  # a layer may overwrite its input
-
-    def _rotation(self, positions: torch.Tensor) -> Rotation:
-        scale = self._config.rope.attention_factor
-        if positions.ndim == 1:
-            return self.kernels.rotation(positions, self._inverse_frequencies, scale)
-        assert self._axis_frequencies is not None, "positions along axes, for a model that has none"
-        return self.kernels.rotation(positions, self._axis_frequencies, scale)
+        self.taps[depth][: len(hidden)].copy_(hidden)  # a layer may overwrite its input
 
     @property
     def attention_size(self) -> int:
@@ -256,17 +252,17 @@ class DecoderModel:
 
     def head_embedding(self) -> torch.Tensor:
         """Return the token embedding, [V, H]; see `raypp.models.draft_head.HeadTarget`."""
-        assert self._embedding is not None, "nobody said that a draft head would need it"
+        assert self._embedding is not None, "no draft head was announced"
         return self._embedding
 
     def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the final norm of the residual stream, [T, H]."""
-        assert self._final_norm is not None, "nobody said that a draft head would need it"
+        assert self._final_norm is not None, "no draft head was announced"
         return self._final_norm(hidden)
 
     def project(self, normalized: torch.Tensor) -> torch.Tensor:
         """Return the LM head's logits, [N, V] float32. Shapes: normalized [N, H]."""
-        assert self._plain_lm_head is not None, "nobody said that a draft head would need it"
+        assert self._plain_lm_head is not None, "no draft head was announced"
         return self._plain_lm_head(normalized)
 
 
@@ -302,13 +298,13 @@ class CompiledLayer:
     def attend(
         self,
         qkv: torch.Tensor,
-        by: Rotation,
+        rope: Rotation,
         kv_cache: torch.Tensor,
         attention: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return attention's output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
-        return self._layer.attend(qkv, by, kv_cache, attention, out)
+        return self._layer.attend(qkv, rope, kv_cache, attention, out)
 
     def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return the residual stream after the layer, [T, H]. Shapes: hidden [T, H]; attended [T, Hq * D]."""

@@ -122,13 +122,13 @@ class TransformerLayer:
     def attend(
         self,
         qkv: torch.Tensor,
-        by: Rotation,
+        rope: Rotation,
         kv_cache: torch.Tensor,
         attention: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return attention's output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
-        return self._attention(qkv, by, kv_cache, attention, out)
+        return self._attention(qkv, rope, kv_cache, attention, out)
 
     def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return the residual stream after the layer, [T, H]. Shapes: hidden [T, H]; attended [T, Hq * D]."""

@@ -110,7 +110,7 @@ def read_rope(fields: ConfigFields, num_positions: int, max_model_len: int | Non
 def with_rope_scaling(fields: ConfigFields, rope_scaling: Mapping[str, Any]) -> ConfigFields:
     """Return the fields with another `rope_scaling`.
 
-    The base stays that of the file, unless it is given, and the original context is the file's, likewise.
+    The base stays that of the file, unless it is given, and so does the original context.
 
     Raises:
         ModelLoadError: a field of the setting is unknown, missing or wrong.

@@ -281,7 +281,7 @@ class DummyWeights:
         return None
 
     def type_of(self, name: str) -> torch.dtype | None:
-        """Return None, likewise."""
+        """Return None: what a checkpoint need not have is not there."""
         return None
 
     def unread(self) -> Collection[str]:
@@ -297,12 +297,12 @@ _UNUSED = (
 )
 
 
-def warn_of_unread(source: WeightSource, whose: str, is_own: Callable[[str], bool]) -> None:
+def warn_of_unread(source: WeightSource, part: str, is_own: Callable[[str], bool]) -> None:
     """Log the names of tensors that were not read: config.json does not speak of them, so the model may be another.
 
     Args:
         source: Where all was read from.
-        whose: Whose tensors they are, for the log.
+        part: Of the model, for the log.
         is_own: Whether a tensor is this part's; each is of exactly one.
     """
     names = sorted(name for name in source.unread() if is_own(name) and not name.endswith(_UNUSED))
@@ -311,7 +311,7 @@ def warn_of_unread(source: WeightSource, whose: str, is_own: Callable[[str], boo
         _LOG.warning(
             "%s: %d tensors of the checkpoint are not used: %s%s; if the model has such parts, its config.json or its "
             "architecture is not the right one, and its texts will be wrong",
-            whose,
+            part,
             len(names),
             ", ".join(names[:_NAMED_AT_MOST]),
             more,
@@ -426,7 +426,7 @@ class WeightReader:
                 return self._dummy(name, shape, form)
             return Weight(self.source.get(name, shape, self.dtype).to(self.device))
         first = self.below(prefix.format(0)).weight(modules, rows, num_inputs)
-        whole = _room_for(first, num_experts)
+        whole = first.mapped(lambda part: part.new_empty(num_experts, *part.shape))
         for expert in range(num_experts):
             weight = self.below(prefix.format(expert)).weight(modules, rows, num_inputs) if expert else first
             if not has_form_of(whole, weight, with_order=False):
@@ -451,7 +451,7 @@ class WeightReader:
 
     def _dummy(self, name: str, shape: tuple[int, ...], quantization: Quantization) -> Weight:
         assert isinstance(self.source, DummyWeights)
-        return self.source.quantized(name, shape, quantization).to(self.device)
+        return self.source.quantized(name, shape, quantization).mapped(lambda part: part.to(self.device))
 
     def stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
         """Return tensors of `[rows[i], *columns]` one below the other: several weights in one product."""
@@ -461,26 +461,13 @@ class WeightReader:
         return stacked
 
 
-def _room_for(first: Weight, num_experts: int) -> Weight:
-    """Return a weight of as many experts, each in the form of the first, still without numbers."""
-
-    def room(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.new_empty(num_experts, *tensor.shape)
-
-    data = first.data.new_empty(num_experts, *first.data.shape)
-    return replace(first, data=data, scale=room(first.scale), zero=room(first.zero), order=room(first.order))
-
-
 def _as_plain(whole: Weight, num_there: int, dtype: torch.dtype) -> Weight:
     """Return a weight of as many experts in plain form, of which some are there."""
     if whole.scale is None:
         return whole
-    num_experts = len(whole.data)
-    parts = (whole.data, whole.scale, whole.zero, whole.order)
-    data, scale, zero, order = (None if part is None else part[:num_there] for part in parts)
-    assert data is not None
-    plain = torch.empty(num_experts, whole.num_outputs, whole.num_inputs, dtype=dtype, device=whole.data.device)
-    plain[:num_there] = Weight(data, scale, zero, whole.block, order).dequantized(dtype)
+    shape = len(whole.data), whole.num_outputs, whole.num_inputs
+    plain = torch.empty(shape, dtype=dtype, device=whole.data.device)
+    plain[:num_there] = whole.mapped(lambda part: part[:num_there]).dequantized(dtype)
     return Weight(plain)
 
 

@@ -66,7 +66,7 @@ class AttentionBatch:
         """T, without padding."""
         return self.num_decode_rows * self.decode_query_len + sum(self.prefill_query_lens)
 
-    def follow(self, step: AttentionBatch) -> None:
+    def adopt(self, step: AttentionBatch) -> None:
         """Take over that step's fields, all but `slot_mapping` and `padded_out`, whose addresses stay."""
         self.num_decode_rows = step.num_decode_rows
         self.decode_query_len = step.decode_query_len
@@ -114,8 +114,8 @@ def rotation(
     return Rotation(cos.to(dtype).view(-1, 1, 1, angles.shape[1]), signed_sin.to(dtype))
 
 
-def apply_rotary(heads: torch.Tensor, by: Rotation) -> torch.Tensor:
+def apply_rotary(heads: torch.Tensor, rope: Rotation) -> torch.Tensor:
     """Return the heads rotated. Shapes: heads [T, any number, D]; so queries and keys are one call."""
     halves = heads.view(heads.shape[0], heads.shape[1], 2, -1)
     # (a, b) -> (a cos - b sin, b cos + a sin), as one product and one fused addition over both halves.
-    return torch.addcmul(halves * by.cos, halves.flip(-2), by.sin).view(heads.shape)
+    return torch.addcmul(halves * rope.cos, halves.flip(-2), rope.sin).view(heads.shape)

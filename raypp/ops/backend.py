@@ -63,19 +63,19 @@ class Attention(Protocol):
     def __call__(
         self,
         qkv: torch.Tensor,
-        by: Rotation,
+        rope: Rotation,
         kv_cache: torch.Tensor,
         batch: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the output, [T, Hq * D]; in `out` if that is given.
 
-        Shapes: qkv [T, (Hq + 2 Hk) * D]: queries, keys, values; by: the step's, of the same kernel set; kv_cache
+        Shapes: qkv [T, (Hq + 2 Hk) * D]: queries, keys, values; rope: the step's, of the same kernel set; kv_cache
         [2, num_blocks, Hk, block_size, D]. T may be more than the batch's tokens: the rest of `out` is left alone.
-        What a row computes past the end of its block table is finite and meaningless; nobody reads it.
+        What a row computes past the end of its block table is finite, meaningless and never read.
         """
 
-    def append(self, qkv: torch.Tensor, by: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def append(self, qkv: torch.Tensor, rope: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Only write the cache, as a call does. Never waits for the device. Shapes: slot_mapping [T] int64."""
 
 

@@ -11,7 +11,7 @@ them. The weights of E experts have one more dimension in front. Each kernel set
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -79,13 +79,10 @@ class Weight:
         order = self.order.unsqueeze(-2).expand(matrix.shape)
         return torch.empty_like(matrix).scatter_(-1, order, matrix)
 
-    def to(self, device: torch.device) -> Weight:
-        """Return the weight there."""
-
-        def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor.to(device)
-
-        return Weight(self.data.to(device), moved(self.scale), moved(self.zero), self.block, moved(self.order))
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Weight:
+        """Return the weight with each of its tensors changed."""
+        scale, zero, order = (None if part is None else change(part) for part in (self.scale, self.zero, self.order))
+        return replace(self, data=change(self.data), scale=scale, zero=zero, order=order)
 
     def _spread(self, by_block: torch.Tensor) -> torch.Tensor:
         """Return a number per block as one per element."""

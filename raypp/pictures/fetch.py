@@ -27,6 +27,12 @@ Resolve = Callable[[str, int], list[str]]
 """From a host and a port to its IP addresses. Blocks."""
 
 _MAX_LOOKUPS = 32
+_MAX_REDIRECTIONS = 3
+_REDIRECTIONS = (301, 302, 303, 307, 308)
+_READ_BYTES = 1 << 16
+
+Connect = Callable[[WebAddress, str, float], http.client.HTTPConnection]
+"""From an address, the IP address to connect to, and a deadline (of `time.monotonic()`) to a connection."""
 
 
 def seconds_left(deadline_s: float) -> float:
@@ -156,14 +162,6 @@ class _PinnedHTTPS(http.client.HTTPSConnection):
             raise
 
 
-_MAX_REDIRECTIONS = 3
-_REDIRECTIONS = (301, 302, 303, 307, 308)
-_READ_BYTES = 1 << 16
-
-Connect = Callable[[WebAddress, str, float], http.client.HTTPConnection]
-"""From an address, the IP address to connect to, and a deadline (of `time.monotonic()`) to a connection."""
-
-
 @dataclass(frozen=True)
 class Fetcher:
     """Fetches files over http and https. May be used from several threads.
@@ -212,17 +210,18 @@ class Fetcher:
                 ) from error
             if isinstance(answer, bytes):
                 return answer
-            url = answer.url
+            url = answer
         raise RequestError("an image's address is redirected too often", got=shortened(url))
 
-    def _get(self, address: WebAddress, url: str, deadline_s: float) -> bytes | _Redirection:
+    def _get(self, address: WebAddress, url: str, deadline_s: float) -> bytes | str:
+        """Return a file, or the address that it is redirected to."""
         ip = self._public_ip(address, url, deadline_s)
         connection = self.connect(address, ip, deadline_s)
         try:
             response = get(connection, address, deadline_s)
             with response:
                 if response.status in _REDIRECTIONS and (location := response.headers.get("Location")):
-                    return _Redirection(redirected(url, location))
+                    return redirected(url, location)
                 if response.status != http.HTTPStatus.OK:
                     raise RequestError("an image cannot be fetched", got=f"{shortened(url)}: status {response.status}")
                 return self._body(response, url)
@@ -254,8 +253,3 @@ class Fetcher:
                 expected="a host that the whole internet reaches",
             )
         return found[0]
-
-
-@dataclass(frozen=True)
-class _Redirection:
-    url: str

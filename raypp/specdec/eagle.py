@@ -89,8 +89,8 @@ class EagleProposer:
                 prefill_seq_lens=[],
             )
             tokens = slice(index * num_rows, (index + 1) * num_rows)
-            by = Rotation(rotation.cos[tokens], rotation.sin[tokens])
-            states, token_ids = head.finish(entered, by, self._kv_cache, attention)
+            rope = Rotation(rotation.cos[tokens], rotation.sin[tokens])
+            states, token_ids = head.finish(entered, rope, self._kv_cache, attention)
             draft_ids.append(token_ids)
             if index + 1 < self._num_drafts:
                 entered = head.enter(states, token_ids)

@@ -64,7 +64,7 @@ def paged_attention(
 
     Shapes: q [T, Hq, D]; k, v [T, Hk, D], Hq a multiple of Hk, with padding behind if the batch's slot mapping has any;
     kv_cache [2, num_blocks, Hk, block_size, D], written in place. What a row computes past the end of its block table
-    is finite and meaningless; nobody reads it.
+    is finite, meaningless and never read.
 
     Args:
         q: Queries.
@@ -97,7 +97,7 @@ def _plan(kv_cache: torch.Tensor, q: torch.Tensor, batch: AttentionBatch) -> Att
         num_decode_tokens=num_rows * query_len,
         decode_query_len=query_len,
         decode_groups=_decode_groups(kv_cache, dtype, q.shape[1], query_len, lens, batch.seq_lens, batch.block_tables),
-        prefill_rows=_prefill_rows(kv_cache, dtype, batch),
+        prefill_rows=_prefill_rows(kv_cache, dtype, batch) if batch.prefill_query_lens else [],
     )
 
 
@@ -229,24 +229,17 @@ def _decode_group(
     mask = _additive_mask(positions < bounds, torch.promote_types(dtype, torch.float32))  # [R, Q, L]
     group_heads = 1 if query_len == 1 else num_heads // num_kv_heads
     mask = mask.view(num_rows, 1, query_len, 1, length).expand(-1, num_kv_heads, -1, group_heads, -1)
+    # By numpy: how many places there are depends on the lengths, which no operation of a recording may.
+    is_behind = np.arange(length) >= seq_lens.cpu().numpy()[:, None, None]
+    behind = np.flatnonzero(np.broadcast_to(is_behind, (2, num_rows, num_kv_heads, length)))
     return DecodeGroup(
         num_rows=num_rows,
         length=length,
         head_blocks=_head_blocks(kv_cache, block_tables[:num_rows, :num_blocks]),
         mask=mask.reshape(num_rows * num_kv_heads, -1, length),
-        behind=_places_behind(seq_lens, length, num_kv_heads),
+        behind=torch.from_numpy(behind).to(seq_lens.device),
         tokens=tokens,
     )
-
-
-def _places_behind(seq_lens: torch.Tensor, length: int, num_kv_heads: int) -> torch.Tensor:
-    """Return the places of [2, R, Hk, L] that lie behind their row's length, int64 [n].
-
-    By numpy: how many there are depends on the lengths, which no operation of a recording may.
-    """
-    is_behind = np.arange(length) >= seq_lens.cpu().numpy()[:, None, None]
-    places = np.flatnonzero(np.broadcast_to(is_behind, (2, len(seq_lens), num_kv_heads, length)))
-    return torch.from_numpy(places).to(seq_lens.device)
 
 
 def _head_blocks(kv_cache: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:

@@ -148,27 +148,27 @@ class TorchAttention:
     def __call__(
         self,
         qkv: torch.Tensor,
-        by: Rotation,
+        rope: Rotation,
         kv_cache: torch.Tensor,
         batch: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
-        q, k, v = self._make_heads(qkv, by)
+        q, k, v = self._make_heads(qkv, rope)
         return _attend(q, k, v, kv_cache, batch, self._heads, out)
 
-    def append(self, qkv: torch.Tensor, by: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def append(self, qkv: torch.Tensor, rope: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Only write the cache."""
-        _, k, v = self._make_heads(qkv, by)
+        _, k, v = self._make_heads(qkv, rope)
         k, v = as_cached(k, kv_cache, self._heads.k_scale), as_cached(v, kv_cache, self._heads.v_scale)
         write_kv_cache(kv_cache, k, v, *cache_rows(kv_cache, slot_mapping))
 
-    def _make_heads(self, qkv: torch.Tensor, by: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _make_heads(self, qkv: torch.Tensor, rope: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries and keys, normalized and rotated, and values, each [T, heads, D]."""
         qk, v = qkv.view(self._qkv_shape).split_with_sizes(self._qk_v_split, 1)
         if self._norm is not None:
             qk = self._norm(qk)
-        q, k = apply_rotary(qk, by).split_with_sizes(self._head_split, 1)
+        q, k = apply_rotary(qk, rope).split_with_sizes(self._head_split, 1)
         return q, k, v
 
 

@@ -236,18 +236,18 @@ class LayerAttention:
     def __call__(
         self,
         qkv: torch.Tensor,
-        by: Rotation,
+        rope: Rotation,
         kv_cache: torch.Tensor,
         batch: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
         dtype = input_type_in_8_bits(len(qkv)) if self._is_before_8_bits else None
-        return self._attention.run(qkv, self._heads, by, kv_cache, batch, out, dtype)
+        return self._attention.run(qkv, self._heads, rope, kv_cache, batch, out, dtype)
 
-    def append(self, qkv: torch.Tensor, by: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def append(self, qkv: torch.Tensor, rope: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Only write the cache."""
-        self._attention.append(qkv, self._heads, by, kv_cache, slot_mapping)
+        self._attention.append(qkv, self._heads, rope, kv_cache, slot_mapping)
 
 
 class CudaProjection:

@@ -13,7 +13,7 @@ import functools
 import json
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -219,8 +219,7 @@ def _readable(weight: Weight, dtype: torch.dtype, device: Device) -> Weight:
         if weight.kind != "plain":
             _log_widened(weight.kind, weight.block, weight.order is not None)
         weight = Weight(weight.dequantized(dtype))
-    scale, zero = (None if part is None else part.contiguous() for part in (weight.scale, weight.zero))
-    return replace(weight, data=weight.data.contiguous(), scale=scale, zero=zero)
+    return weight.mapped(torch.Tensor.contiguous)
 
 
 @functools.cache

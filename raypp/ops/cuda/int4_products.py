@@ -457,7 +457,7 @@ def _project_int4(
     up_total = total
     addend = load_vector(bias, output, num_outputs, HAS_BIAS)
     up_addend = addend
-    # Scales are asked for one round ahead: unlike the codes, nobody else would.
+    # Scales are loaded one round ahead here: the compiler does that for the codes alone.
     scales = _all_fetched(scale, first, num_groups, stride, True, GROUP, TILES, PIECES)
     zeros = _all_fetched(zero, first, num_groups, stride, HAS_ZERO, GROUP, TILES, PIECES)
     up_scales, up_zeros = scales, zeros
@@ -469,7 +469,7 @@ def _project_int4(
     y_cell = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
     in_y = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
     before = tl.zeros((ROWS, 64 * STRIPS), tl.float32)
-    if HAS_RESIDUAL and ROWS <= 32:  # now, not at the end: nobody waits for it there, if registers hold it
+    if HAS_RESIDUAL and ROWS <= 32:  # now, not at the end, so that its latency is hidden, if registers hold it
         before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
     for begin in range(first, last, TILES * PIECES):
         later = begin + TILES * PIECES

@@ -55,9 +55,9 @@ class PinnedBlockStore:
         memory = locked_memory(num_bytes, self).view(self._planes.dtype)
         self._memory = memory.view(num_cpu_blocks, num_planes, num_words)
         self._staging = self._planes.new_empty(num_staged, num_planes, num_words)
-        nobodys = np.array([NULL_BLOCK], np.int32)  # kernels compile, and are loaded
-        self.copy_out(nobodys, nobodys)
-        self.copy_in(nobodys, nobodys)
+        null_block = np.array([NULL_BLOCK], np.int32)  # kernels compile, and are loaded
+        self.copy_out(null_block, null_block)
+        self.copy_in(null_block, null_block)
 
     def copy_out(self, blocks: Int32s, cpu_blocks: Int32s) -> None:
         """Copy blocks of the caches to CPU memory."""
@@ -155,7 +155,7 @@ def locked_memory(num_bytes: int, owner: object) -> torch.Tensor:
         ResourceError: there is not so much memory to spare, or the system does not let it be locked.
     """
     if any(memory.nbytes == num_bytes for memory in _left_behind):
-        torch.cuda.synchronize()  # whoever left it may have ordered copies that are under way
+        torch.cuda.synchronize()  # copies that its last owner queued may be under way
         memory = _left_behind.pop([memory.nbytes for memory in _left_behind].index(num_bytes))
     else:
         _unlock_what_is_left()

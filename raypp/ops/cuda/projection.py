@@ -280,10 +280,10 @@ def _project_rows(
     in_y = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
     before = tl.zeros((ROWS, OUTPUTS), tl.float32)
     EARLY: tl.constexpr = (32 if HAS_BLOCKS else 64) >= ROWS
-    if HAS_RESIDUAL and EARLY:  # now, not at the end: nobody waits for it there, if registers hold it
+    if HAS_RESIDUAL and EARLY:  # now, not at the end, so that its latency is hidden, if registers hold it
         before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
     if HAS_BLOCKS:
-        # Scales are asked for one piece ahead: unlike the pieces, nobody else would.
+        # Scales are loaded one piece ahead here: the compiler does that for the pieces alone.
         num_blocks = tl.cdiv(num_inputs, BLOCK_COLUMNS)
         x_scales, scales = x_scale + real_row, weight_scale + real // BLOCK_ROWS * num_blocks
         up_scales = weight_scale + (num_outputs + real) // BLOCK_ROWS * num_blocks
@@ -445,7 +445,7 @@ def project_few(
         up_factor = load_scale(weight_scale, num_outputs + output, 2 * num_outputs, HAS_SCALE)
     start(OVERLAPS)
     first_values = _values(x, column, inside, num_inputs, False, ROWS)
-    for row in tl.static_range(ROWS):  # now, not at the end: nobody waits for it there
+    for row in tl.static_range(ROWS):  # now, not at the end, so that its latency is hidden
         before += (load_vector(residual + row * num_outputs, output, num_outputs, HAS_RESIDUAL),)
     if not IS_WHOLE:
         for begin in tl.range(INPUTS, num_inputs, INPUTS, num_stages=STAGES):

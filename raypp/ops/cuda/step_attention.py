@@ -290,16 +290,16 @@ class CudaAttention:
         batch.plan = self._prefill.plan(batch, ring_entry) if batch.prefill_query_lens else None
 
     def append(
-        self, qkv: torch.Tensor, heads: Heads, by: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+        self, qkv: torch.Tensor, heads: Heads, rope: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Write one layer's keys and values."""
-        append_heads(qkv, heads, by, slot_mapping, kv_cache, self._device)
+        append_heads(qkv, heads, rope, slot_mapping, kv_cache, self._device)
 
     def run(
         self,
         qkv: torch.Tensor,
         heads: Heads,
-        by: Rotation,
+        rope: Rotation,
         kv_cache: torch.Tensor,
         batch: AttentionBatch,
         out: torch.Tensor | None,
@@ -318,10 +318,10 @@ class CudaAttention:
         out_heads = out.view(len(qkv), heads.num_heads, heads.head_dim)
         if num_decode_tokens <= MAX_FUSED_TOKENS and is_decode_only:
             self._decode.from_projection(
-                qkv, heads, by, batch.slot_mapping, kv_cache, batch.seq_lens, batch.block_tables, query_len, out_heads
+                qkv, heads, rope, batch.slot_mapping, kv_cache, batch.seq_lens, batch.block_tables, query_len, out_heads
             )
             return out
-        q = append_heads(qkv, heads, by, batch.slot_mapping, kv_cache, self._device)
+        q = append_heads(qkv, heads, rope, batch.slot_mapping, kv_cache, self._device)
         attend = self._attend_rows if is_decode_only else self._attend_any_rows
         attend(q, heads, kv_cache, batch, out_heads)
         return out
