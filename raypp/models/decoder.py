@@ -12,12 +12,11 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.graphs.compiled import CompiledFunction
 from raypp.graphs.cost import RecordingCost
 from raypp.models.config import EMBEDDING, LM_HEAD, ModelConfig
 from raypp.models.draft_head import DraftHead
@@ -27,6 +26,11 @@ from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.backend import KernelSet, LMHead, Projection
 from raypp.ops.weight import Weight
+
+if TYPE_CHECKING:
+    from raypp.graphs.compiled import CompiledFunction
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,9 +270,6 @@ class DecoderModel:
         return self._plain_lm_head(normalized)
 
 
-_LOG = logging.getLogger(__name__)
-
-
 def _before(layer: DecoderLayer, hidden: torch.Tensor) -> torch.Tensor:
     return layer.before_attention(hidden)
 
@@ -329,6 +330,8 @@ def compile_layers(model: DecoderModel, max_tokens: int, backend: str) -> None:
     Raises:
         ConfigError: the compiler cannot; says why.
     """
+    from raypp.graphs.compiled import CompiledFunction  # torch's compiler takes seconds to import
+
     fewest_tokens = model.kernels.library_from_tokens
     if max_tokens < fewest_tokens:
         model.costs["compile"] = RecordingCost()

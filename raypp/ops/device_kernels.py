@@ -73,7 +73,7 @@ def open_block_store(kv_caches: torch.Tensor, num_cpu_blocks: int, num_staged: i
 
     mover: BlockMover = TorchBlockMover()
     if _has_triton():
-        from raypp.ops.cuda.pinned_blocks import KernelBlockMover
+        from raypp.ops.cuda.block_kernels import KernelBlockMover
 
         mover = KernelBlockMover()
     return PinnedBlockStore(kv_caches, num_cpu_blocks, num_staged, mover)

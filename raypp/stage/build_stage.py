@@ -10,7 +10,7 @@ import torch
 
 from raypp.models.checkpoint_names import PICKLED_FILE, has_safetensors
 from raypp.models.config import ModelConfig
-from raypp.models.decoder import DecoderModel, HeadSupport
+from raypp.models.decoder import DecoderModel, HeadSupport, compile_layers
 from raypp.models.draft_head import DraftHead
 from raypp.models.registry import build_model
 from raypp.models.weights import PickledWeights, WeightReader, WeightSource, open_weights, warn_of_unread
@@ -77,8 +77,6 @@ def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactor
     model.load_weights(source)
     warn_of_unread(source, f"stage {spec.stage_index}", model.owns_tensor)
     if spec.graphs.compile_backend is not None:
-        from raypp.models.decoder import compile_layers  # torch's compiler takes seconds to import
-
         compile_layers(model, spec.max_step_tokens, spec.graphs.compile_backend)
     if spec.draft_head is not None and spec.is_last:
         model.draft_head = _build_draft_head(spec, spec.draft_head, config, model)

@@ -23,13 +23,13 @@ from raypp.ops.block_store import TorchBlockMover
 from raypp.ops.cuda import between_products
 from raypp.ops.cuda.adjust_kernel import LogitAdjuster, remember
 from raypp.ops.cuda.between_products import narrow, silu_and_mul
+from raypp.ops.cuda.block_kernels import KernelBlockMover
 from raypp.ops.cuda.cuda_kernels import CudaKernels
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.experts import ExpertCut, ExpertShape, choose_cut
 from raypp.ops.cuda.heads import append_heads, gather_heads, rotate_qk_, rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
-from raypp.ops.cuda.pinned_blocks import KernelBlockMover
 from raypp.ops.cuda.product_tuning import MAX_ROWS, MAX_ROWS_IN_8_BITS, input_type_in_8_bits
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, fold_norm, project, rounded_to_8_bits
 from raypp.ops.cuda.router_kernels import Routed, arrange, most_tiles, route

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from numpy.typing import NDArray
 
 from raypp.errors import ResourceError
@@ -24,9 +22,6 @@ from raypp.messages import NULL_BLOCK, Int32s
 from raypp.ops.block_store import BlockMover, planes_of
 from raypp.ops.host_to_device import to_device
 from raypp.ops.kv_cache import zeros_on_demand
-
-_TILE = 1024  # words at a time
-
 
 _left_behind: list[torch.Tensor] = []
 _CGROUP = Path("/sys/fs/cgroup")
@@ -90,59 +85,6 @@ def runs(places: Places) -> Iterator[tuple[int, int]]:
     """Yield start and end of each run of consecutive numbers among ascending ones, [n]."""
     starts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist()]
     yield from zip(starts, [*starts[1:], len(places)], strict=True)
-
-
-class KernelBlockMover:
-    """A `raypp.ops.block_store.BlockMover`: one launch each. Twin: `TorchBlockMover`.
-
-    A program copies what a layer's keys or values have of a block; addresses take 64 bits.
-    """
-
-    def gather(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        """Copy blocks into one piece each."""
-        _move(planes, blocks, staged, gathers=True)
-
-    def scatter(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        """Copy pieces back into blocks."""
-        _move(planes, blocks, staged, gathers=False)
-
-
-def _move(planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor, *, gathers: bool) -> None:
-    num_planes, num_blocks, num_words = planes.shape
-    _move_words[(num_planes, len(blocks))](
-        planes,
-        staged,
-        blocks,
-        num_planes,
-        num_blocks,
-        num_words,
-        GATHERS=gathers,
-        TILE=min(_TILE, triton.next_power_of_2(num_words)),
-        num_warps=4,
-    )
-
-
-@triton.jit(do_not_specialize=["num_planes", "num_blocks"])
-def _move_words(
-    planes,
-    staged,
-    blocks,
-    num_planes,
-    num_blocks,
-    num_words,
-    GATHERS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    plane, index = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    inside = planes + (plane * num_blocks + tl.load(blocks + index)) * num_words
-    outside = staged + (index * num_planes + plane) * num_words
-    for begin in range(0, num_words, TILE):
-        word = begin + tl.arange(0, TILE)
-        is_word = word < num_words
-        if GATHERS:
-            tl.store(outside + word, tl.load(inside + word, mask=is_word), mask=is_word)
-        else:
-            tl.store(inside + word, tl.load(outside + word, mask=is_word), mask=is_word)
 
 
 def locked_memory(num_bytes: int, owner: object) -> torch.Tensor:

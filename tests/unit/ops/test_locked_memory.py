@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raypp.errors import ResourceError
-from raypp.ops.cuda import locked_memory as module
+from raypp.ops.cuda import pinned_blocks as module
 from raypp.ops.cuda.pinned_blocks import locked_memory, spare_bytes
 
 
