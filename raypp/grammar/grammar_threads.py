@@ -168,13 +168,11 @@ class GrammarThreads:
         threading.Thread(target=self._load, args=(source,), name="vocabulary", daemon=True).start()
 
     def submit(self, job: Job) -> None:
-        """Have a job done."""
         pool = self._pools[type(job)]
         pool.jobs.put(job)
         self._fill(pool)
 
     def receive(self) -> list[Job]:
-        """Return the jobs that were done."""
         if self._descriptor is not None:
             with suppress(BlockingIOError):
                 os.eventfd_read(self._descriptor)
@@ -200,7 +198,6 @@ class GrammarThreads:
         self._fill(pool)
 
     def fileno(self) -> int | None:
-        """Return the descriptor to wait for."""
         return self._descriptor
 
     def close(self) -> None:

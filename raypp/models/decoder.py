@@ -291,7 +291,6 @@ class CompiledLayer:
         self._fewest_tokens = fewest_tokens
 
     def before_attention(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return queries, keys and values, [T, (Hq + 2 Hk) * D]. Shapes: hidden [T, H]."""
         if len(hidden) < self._fewest_tokens:
             return self._layer.before_attention(hidden)
         return self._before(self._layer, hidden)
@@ -304,11 +303,9 @@ class CompiledLayer:
         attention: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return attention's output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
         return self._layer.attend(qkv, rope, kv_cache, attention, out)
 
     def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the layer, [T, H]. Shapes: hidden [T, H]; attended [T, Hq * D]."""
         if self._after is None or len(hidden) < self._fewest_tokens:
             return self._layer.after_attention(hidden, attended)
         return self._after(self._layer, hidden, attended)

@@ -116,7 +116,6 @@ class TransformerLayer:
         self._mlp = mlp(config, weights, kernels)
 
     def before_attention(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return queries, keys and values, [T, (Hq + 2 Hk) * D]. Shapes: hidden [T, H]."""
         return self._qkv(hidden)
 
     def attend(
@@ -127,11 +126,9 @@ class TransformerLayer:
         attention: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return attention's output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
         return self._attention(qkv, rope, kv_cache, attention, out)
 
     def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the layer, [T, H]. Shapes: hidden [T, H]; attended [T, Hq * D]."""
         return self._mlp(self._output(attended, hidden))
 
 
@@ -293,11 +290,9 @@ class FusedExperts:
         return self._source.shape_of(name)
 
     def type_of(self, name: str) -> torch.dtype | None:
-        """Return the type of a stored tensor, likewise."""
         return self._source.type_of(name)
 
     def unread(self) -> Collection[str]:
-        """Return the names of the tensors that are there and were not read."""
         return self._source.unread()
 
 

@@ -89,7 +89,6 @@ class Qwen3VLVisionTower:
         return self._config.out_hidden_size
 
     def graph_config(self) -> EncoderGraphConfig:
-        """Return what the buffers look like."""
         return EncoderGraphConfig(
             patches_per_token=self._config.patches_per_token,
             inputs=(
@@ -102,13 +101,11 @@ class Qwen3VLVisionTower:
         )
 
     def budget_range(self) -> BudgetRange:
-        """Return the budgets that are worth a graph."""
         config = self._config
         smallest = max(config.image_pixels.min_pixels // config.side_factor**2, 1)
         return BudgetRange(smallest, max(smallest, min(_MAX_GRAPH_TOKENS, config.tokens_per_max_image)))
 
     def select_items(self, items: Sequence[EncoderItem], indices: Sequence[int]) -> PatchBatch:
-        """Return a batch of some of the items, in the order of `indices`."""
         chosen = [items[index] for index in indices]
         return self._batch(
             [item.key for item in chosen],
@@ -132,16 +129,13 @@ class Qwen3VLVisionTower:
         return {**batch.values, "segment_starts": concatenated([starts, ends], self._device)}
 
     def captured_forward(self, inputs: Mapping[str, torch.Tensor], shape: BatchShape) -> torch.Tensor:
-        """Encode what the buffers hold; return [1 + L, T, out_hidden_size]."""
         return self._forward(inputs, shape.num_tokens * self._config.patches_per_token)
 
     def eager_forward(self, batch: PatchBatch) -> torch.Tensor:
-        """Encode a batch of any size; return [1 + L, T, out_hidden_size]."""
         inputs = {name: values.to(self._device, non_blocking=True) for name, values in batch.values.items()}
         return self._forward(inputs, batch.max_segment_len)
 
     def split_output(self, output: torch.Tensor, batch: PatchBatch) -> list[EncodedItem]:
-        """Return the leading rows of `output`, item by item, each in memory of its own."""
         rows = output[:, : sum(batch.num_tokens)].split(batch.num_tokens, dim=1)
         return [
             EncodedItem(key, part.clone(memory_format=torch.contiguous_format))

@@ -101,7 +101,6 @@ class CheckpointWeights:
         return tensor.to(dtype, copy=True)
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a tensor, None if there is none of that name."""
         file_name = self._file_with(name)
         return None if file_name is None else tuple(self._open(file_name).get_slice(name).get_shape())
 
@@ -111,7 +110,6 @@ class CheckpointWeights:
         return None if file_name is None else _TYPES.get(self._open(file_name).get_slice(name).get_dtype())
 
     def unread(self) -> Collection[str]:
-        """Return the names of the tensors that are there and were not read."""
         return self._file_of_tensor.keys() - self._read
 
     @cached_property
@@ -512,17 +510,14 @@ class PickledWeights:
         return (tensor if where is None else tensor[where]).to(dtype, copy=True)
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a tensor, None if there is none of that name."""
         tensor = self._tensors.get(name)
         return None if tensor is None else tuple(tensor.shape)
 
     def type_of(self, name: str) -> torch.dtype | None:
-        """Return the type of a tensor, None if there is none of that name."""
         tensor = self._tensors.get(name)
         return None if tensor is None else tensor.dtype
 
     def unread(self) -> Collection[str]:
-        """Return the names of the tensors that are there and were not read."""
         return self._tensors.keys() - self._read
 
     @cached_property

@@ -7,6 +7,7 @@ prefill rows have any. Queries attend causally to their row's cache, this step's
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ class Heads:
     v_scale: float = 1.0
     """The same of values."""
 
-    @property
+    @cached_property
     def scale(self) -> float:
         """The factor of the scores."""
         return float(self.head_dim**-0.5)

@@ -45,11 +45,9 @@ class TorchBlockMover:
     """On any device."""
 
     def gather(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        """Copy blocks into one piece each."""
         torch.index_select(planes.transpose(0, 1), 0, blocks, out=staged)
 
     def scatter(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        """Copy pieces back into blocks."""
         planes.transpose(0, 1).index_copy_(0, blocks, staged)
 
 
@@ -80,13 +78,11 @@ class TorchBlockStore:
         self._memory = zeros_on_demand(math.prod(shape), self._planes.dtype).view(shape)
 
     def copy_out(self, blocks: Int32s, cpu_blocks: Int32s) -> None:
-        """Copy blocks of the caches to CPU memory."""
         staged = self._memory.new_empty(len(blocks), *self._memory.shape[1:])
         self._mover.gather(self._planes, _indices(blocks), staged)
         self._memory.index_copy_(0, _indices(cpu_blocks), staged)
 
     def copy_in(self, blocks: Int32s, cpu_blocks: Int32s) -> None:
-        """Copy blocks from CPU memory into the caches."""
         self._mover.scatter(self._planes, _indices(blocks), self._memory.index_select(0, _indices(cpu_blocks)))
 
 

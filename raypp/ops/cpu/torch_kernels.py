@@ -44,12 +44,10 @@ class TorchKernels:
         weight: Weight,
         bias: torch.Tensor | None = None,
     ) -> Projection:
-        """Return x -> norm(x) W^T + b."""
         norm, linear = RMSNorm(norm_weight, eps), self.linear(weight, bias)
         return lambda x: linear(norm(x))
 
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm:
-        """Return the norm of rows by itself."""
         return RMSNorm(weight, eps)
 
     def joined_norms_linear(
@@ -60,7 +58,6 @@ class TorchKernels:
         weight: Weight,
         bias: torch.Tensor | None = None,
     ) -> JoinedProjection:
-        """Return (token_ids, states) -> (norm(embedding[token_ids]) beside norm(states)) W^T + b."""
         token_norm, state_norm = (RMSNorm(norm_weight, eps) for norm_weight in norm_weights)
         linear = self.linear(weight, bias)
 
@@ -71,13 +68,11 @@ class TorchKernels:
         return joined
 
     def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
-        """Return x -> x W^T + b."""
         return Linear(weight.dequantized(self._dtype), bias, may_pack=self._packs_weights)
 
     def norm_gated_linear(
         self, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None = None
     ) -> Projection:
-        """Return x -> silu(gate) * up of norm(x) W^T + b."""
         norm, linear = RMSNorm(norm_weight, eps), self.linear(weight, bias)
         return lambda x: silu_and_mul(linear(norm(x)))
 
@@ -95,7 +90,6 @@ class TorchKernels:
         down: Weight,
         routing: Routing,
     ) -> TorchExperts:
-        """Return the sparse MLP of a layer."""
         gate_ups, downs = (
             [self.linear(Weight(matrix)) for matrix in weight.dequantized(self._dtype)] for weight in (gate_up, down)
         )
@@ -109,7 +103,6 @@ class TorchKernels:
         *,
         is_shared: bool = False,
     ) -> LMHead:
-        """Return x -> norm(x) W^T, or x W^T, in float32."""
         linear = self.linear(weight)
         if norm_weight is None:
             return linear.in_float32
@@ -117,7 +110,6 @@ class TorchKernels:
         return lambda x, out=None: linear.in_float32(norm(x), out)
 
     def attention(self, heads: Heads) -> TorchAttention:
-        """Return the attention of a layer with these heads."""
         return TorchAttention(heads)
 
     def rotation(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float = 1.0) -> Rotation:
@@ -153,12 +145,10 @@ class TorchAttention:
         batch: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
         q, k, v = self._make_heads(qkv, rope)
         return _attend(q, k, v, kv_cache, batch, self._heads, out)
 
     def append(self, qkv: torch.Tensor, rope: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Only write the cache."""
         _, k, v = self._make_heads(qkv, rope)
         k, v = as_cached(k, kv_cache, self._heads.k_scale), as_cached(v, kv_cache, self._heads.v_scale)
         write_kv_cache(kv_cache, k, v, *cache_rows(kv_cache, slot_mapping))

@@ -16,11 +16,9 @@ class KernelBlockMover:
     """
 
     def gather(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        """Copy blocks into one piece each."""
         _move(planes, blocks, staged, gathers=True)
 
     def scatter(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        """Copy pieces back into blocks."""
         _move(planes, blocks, staged, gathers=False)
 
 

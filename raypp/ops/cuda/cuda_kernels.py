@@ -86,7 +86,6 @@ class CudaKernels:
         weight: Weight,
         bias: torch.Tensor | None = None,
     ) -> Projection:
-        """Return x -> norm(x) W^T + b."""
         if self._has_kernel(weight):
             return self._quantized(weight, bias, TokenNorm(norm_weight, eps))
         matrix = weight.dequantized(self._dtype)
@@ -94,7 +93,6 @@ class CudaKernels:
         return self._projection(Product(Weight(matrix), bias, eps))
 
     def norm(self, weight: torch.Tensor, eps: float) -> Projection:
-        """Return the norm of rows by itself."""
         device = self._device
         return lambda x: rms_norm(x, weight, eps, device)
 
@@ -106,7 +104,6 @@ class CudaKernels:
         weight: Weight,
         bias: torch.Tensor | None = None,
     ) -> JoinedProjection:
-        """Return (token_ids, states) -> (norm(embedding[token_ids]) beside norm(states)) W^T + b."""
         matrix = weight.dequantized(self._dtype)
         for columns, norm_weight in zip(matrix.chunk(2, 1), norm_weights, strict=True):
             fold_norm(columns, norm_weight)
@@ -119,7 +116,6 @@ class CudaKernels:
         return joined
 
     def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Projection:
-        """Return x -> x W^T + b."""
         if self._has_kernel(weight):
             return self._quantized(weight, bias, None)
         return self._projection(Product(Weight(weight.dequantized(self._dtype)), bias))
@@ -127,7 +123,6 @@ class CudaKernels:
     def norm_gated_linear(
         self, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None = None
     ) -> Projection:
-        """Return x -> silu(gate) * up of norm(x) W^T + b."""
         if self._has_kernel(weight):
             return self._quantized(weight, bias, TokenNorm(norm_weight, eps), is_gated=True)
         matrix = weight.dequantized(self._dtype)
@@ -135,7 +130,6 @@ class CudaKernels:
         return self._projection(Product(Weight(matrix), bias, eps, is_gated=True))
 
     def add_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> AddedProjection:
-        """Return (x, residual) -> residual + x W^T + b."""
         if self._has_kernel(weight):
             return self._quantized(weight, bias, None).add
         return self._projection(Product(Weight(weight.dequantized(self._dtype)), bias)).add
@@ -149,7 +143,6 @@ class CudaKernels:
         down: Weight,
         routing: Routing,
     ) -> Experts:
-        """Return the sparse MLP of a layer."""
         router = router.to(self._dtype)
         return CudaExperts(norm_weight, eps, router, gate_up, down, routing, self._device, self._workspace)
 
@@ -161,7 +154,6 @@ class CudaKernels:
         *,
         is_shared: bool = False,
     ) -> LMHead:
-        """Return x -> norm(x) W^T, or x W^T, in float32."""
         matrix = weight.dequantized(self._dtype)
         if norm_weight is None or is_shared:
             head = self._projection(Product(Weight(matrix)), is_float32=True)
@@ -173,7 +165,6 @@ class CudaKernels:
         return self._projection(Product(Weight(matrix), norm_eps=eps), is_float32=True)
 
     def attention(self, heads: Heads) -> LayerAttention:
-        """Return the attention of a layer with these heads."""
         if not self._attention:
             attention = CudaAttention(
                 heads,
@@ -193,7 +184,6 @@ class CudaKernels:
         return rotation_table(positions, inverse_frequencies, self._device, scale)
 
     def plan_attention(self, batch: AttentionBatch, ring_entry: int) -> None:
-        """Plan the prefill rows."""
         assert self._attention, "no layer has been made"
         self._attention[0].plan(batch, ring_entry)
 
@@ -241,12 +231,10 @@ class LayerAttention:
         batch: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
         dtype = input_type_in_8_bits(len(qkv)) if self._is_before_8_bits else None
         return self._attention.run(qkv, self._heads, rope, kv_cache, batch, out, dtype)
 
     def append(self, qkv: torch.Tensor, rope: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Only write the cache."""
         self._attention.append(qkv, self._heads, rope, kv_cache, slot_mapping)
 
 

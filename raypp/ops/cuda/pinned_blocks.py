@@ -55,7 +55,6 @@ class PinnedBlockStore:
         self.copy_in(null_block, null_block)
 
     def copy_out(self, blocks: Int32s, cpu_blocks: Int32s) -> None:
-        """Copy blocks of the caches to CPU memory."""
         for some_blocks, places in self._pieces(blocks, cpu_blocks):
             staged = self._staging[: len(places)]
             self._mover.gather(self._planes, to_device(some_blocks, staged.device), staged)
@@ -64,7 +63,6 @@ class PinnedBlockStore:
                 self._memory[first : first + end - start].copy_(staged[start:end], non_blocking=True)
 
     def copy_in(self, blocks: Int32s, cpu_blocks: Int32s) -> None:
-        """Copy blocks from CPU memory into the caches."""
         for some_blocks, places in self._pieces(blocks, cpu_blocks):
             staged = self._staging[: len(places)]
             for start, end in runs(places):

@@ -203,7 +203,6 @@ class SdpaPrefill:
         self._block_size = block_size
 
     def plan(self, batch: AttentionBatch, ring_entry: int) -> object:
-        """Return the plan of the batch's prefill rows, for `run`."""
         rows, start, block_size = [], 0, self._block_size
         tables = batch.block_tables[batch.num_decode_rows :]
         for table, query_len, seq_len in zip(
@@ -216,7 +215,6 @@ class SdpaPrefill:
         return rows
 
     def run(self, plan: object, q: torch.Tensor, kv_cache: torch.Tensor, heads: Heads, out: torch.Tensor) -> None:
-        """Write the attention's output to `out`. Shapes: see `FlashInferPrefill.run`."""
         assert isinstance(plan, list)
         k_scale, v_scale = (heads.k_scale, heads.v_scale) if kv_cache.dtype == FP8 else (1.0, 1.0)
         for row in plan:
