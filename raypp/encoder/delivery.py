@@ -96,20 +96,18 @@ class ItemSender:
         return parcel
 
     def _pack(self, items: Sequence[EncodedItem], num_bytes: int) -> Parcel:
-        parcel = Parcel(
+        payload, target, offset = None, self._memory, 0
+        if target is None or num_bytes > self._num_bytes:
+            target = payload = torch.zeros(num_bytes, dtype=torch.uint8)
+        for item in items:
+            target[offset : offset + item.num_bytes].copy_(_bytes_of(item.rows))
+            offset += _aligned(item.num_bytes)
+        return Parcel(
             keys=tuple(item.key for item in items),
             shapes=tuple(tuple(item.rows.shape) for item in items),
             dtype=str(items[0].rows.dtype).removeprefix("torch."),
-            payload=None,
+            payload=None if payload is None else payload.numpy(),
         )
-        if self._memory is not None and num_bytes <= self._num_bytes:
-            for item, offset in zip(items, parcel.offsets, strict=False):
-                self._memory[offset : offset + item.num_bytes].copy_(_bytes_of(item.rows))
-            return parcel
-        payload = torch.zeros(num_bytes, dtype=torch.uint8)
-        for item, offset in zip(items, parcel.offsets, strict=False):
-            payload[offset : offset + item.num_bytes] = _bytes_of(item.rows).cpu()
-        return Parcel(parcel.keys, parcel.shapes, parcel.dtype, payload.numpy())
 
 
 class ItemReceiver:

@@ -396,15 +396,6 @@ class PixelRoom:
                 expected=f"at most max_pixels_in_flight = {self._limit}",
                 hint="make them smaller, or raise max_pixels_in_flight",
             )
-        self._enter(num_pixels)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self.num_held -= num_pixels
-                self._changed.notify_all()
-
-    def _enter(self, num_pixels: int) -> None:
         ticket = object()
 
         def is_next() -> bool:
@@ -424,4 +415,10 @@ class PixelRoom:
                 self.num_held += num_pixels
             finally:
                 self._waiting.remove(ticket)
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.num_held -= num_pixels
                 self._changed.notify_all()
