@@ -12,7 +12,7 @@ Source: the published checkpoints' config.json and tensor names; transformers 5.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -28,6 +28,10 @@ from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.host_to_device import concatenated
 from raypp.ops.vision import RotateQk, choose_rotate_qk, linear_gelu_tanh, segment_attention
 from raypp.prompt_items import EncoderItem
+
+Layer = Callable[[torch.Tensor], torch.Tensor]
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(x, weight, bias) -> y."""
 
 _PREFIX = "model.visual."
 _NORM_EPS = 1e-6
@@ -185,14 +189,12 @@ class _Block:
         hidden, intermediate = config.hidden_size, config.intermediate_size
         self._rotate_qk = rotate_qk
         self._num_heads = config.num_heads
-        self._norm1, self._norm2 = (
-            _LayerNorm(weights.below("norm1."), hidden),
-            _LayerNorm(weights.below("norm2."), hidden),
-        )
-        self._qkv = _Linear(weights.below("attn.qkv."), 3 * hidden, hidden)
-        self._output = _Linear(weights.below("attn.proj."), hidden, hidden)
-        self._up = _Linear(weights.below("mlp.linear_fc1."), intermediate, hidden)
-        self._down = _Linear(weights.below("mlp.linear_fc2."), hidden, intermediate)
+        self._norm1 = _layer_norm(weights.below("norm1."), hidden)
+        self._norm2 = _layer_norm(weights.below("norm2."), hidden)
+        self._qkv = _linear(weights.below("attn.qkv."), 3 * hidden, hidden)
+        self._output = _linear(weights.below("attn.proj."), hidden, hidden)
+        self._up = _linear(weights.below("mlp.linear_fc1."), intermediate, hidden, linear_gelu_tanh)
+        self._down = _linear(weights.below("mlp.linear_fc2."), hidden, intermediate)
 
     def __call__(
         self,
@@ -207,7 +209,7 @@ class _Block:
         q, k, v = self._rotate_qk(qkv, cos, sin).unbind(1)
         attended = segment_attention(q, k, v, segment_starts, max_segment_len)
         hidden = hidden + self._output(attended.reshape(len(hidden), -1))
-        return hidden + self._down(self._up.then_gelu_tanh(self._norm2(hidden)))
+        return hidden + self._down(self._up(self._norm2(hidden)))
 
 
 class _Merger:
@@ -216,9 +218,9 @@ class _Merger:
     def __init__(self, config: VisionConfig, weights: WeightReader, *, normalizes_merged: bool) -> None:
         self._merged_size = config.hidden_size * config.patches_per_token
         self._normalizes_merged = normalizes_merged
-        self._norm = _LayerNorm(weights.below("norm."), self._merged_size if normalizes_merged else config.hidden_size)
-        self._up = _Linear(weights.below("linear_fc1."), self._merged_size, self._merged_size)
-        self._down = _Linear(weights.below("linear_fc2."), config.out_hidden_size, self._merged_size)
+        self._norm = _layer_norm(weights.below("norm."), self._merged_size if normalizes_merged else config.hidden_size)
+        self._up = _linear(weights.below("linear_fc1."), self._merged_size, self._merged_size)
+        self._down = _linear(weights.below("linear_fc2."), config.out_hidden_size, self._merged_size)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [T, out_hidden_size]. Shapes: hidden [P, H]."""
@@ -229,25 +231,14 @@ class _Merger:
         return self._down(F.gelu(self._up(merged)))
 
 
-class _Linear:
-    def __init__(self, weights: WeightReader, num_out: int, num_in: int) -> None:
-        self._weight = weights.tensor("weight", num_out, num_in)
-        self._bias = weights.tensor("bias", num_out)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight, self._bias)
-
-    def then_gelu_tanh(self, x: torch.Tensor) -> torch.Tensor:
-        return linear_gelu_tanh(x, self._weight, self._bias)
+def _linear(weights: WeightReader, num_out: int, num_in: int, product: Product = F.linear) -> Layer:
+    weight, bias = weights.tensor("weight", num_out, num_in), weights.tensor("bias", num_out)
+    return lambda x: product(x, weight, bias)
 
 
-class _LayerNorm:
-    def __init__(self, weights: WeightReader, size: int) -> None:
-        self._weight = weights.tensor("weight", size)
-        self._bias = weights.tensor("bias", size)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, (x.shape[-1],), self._weight, self._bias, _NORM_EPS)
+def _layer_norm(weights: WeightReader, size: int) -> Layer:
+    weight, bias = weights.tensor("weight", size), weights.tensor("bias", size)
+    return lambda x: F.layer_norm(x, (size,), weight, bias, _NORM_EPS)
 
 
 @lru_cache(maxsize=256)
