@@ -122,7 +122,7 @@ class DecoderModel:
         self.taps: dict[int, torch.Tensor] = {}
         """By depth, the residual stream of the last forward after so many layers, [max_tokens, H]; it never moves."""
         self.costs: dict[str, RecordingCost] = {}
-        """What `raypp.models.decoder.compile_layers` took, as `compile`."""
+        """What `compile_layers` took, as `compile`."""
         if head_support is not None:
             for depth in head_support.tap_depths:
                 self.taps[depth] = torch.zeros(head_support.max_tokens, config.hidden_size, dtype=dtype, device=device)
@@ -279,7 +279,7 @@ def _after(layer: DecoderLayer, hidden: torch.Tensor, attended: torch.Tensor) ->
 
 
 class CompiledLayer:
-    """A layer whose pure functions run compiled; with few tokens, its own. See `raypp.models.decoder.DecoderLayer`."""
+    """A layer whose pure functions run compiled; with few tokens, its own. See `DecoderLayer`."""
 
     def __init__(
         self, layer: DecoderLayer, before: CompiledFunction, after: CompiledFunction | None, fewest_tokens: int

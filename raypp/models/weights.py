@@ -486,7 +486,7 @@ def _put(whole: Weight, expert: int, weight: Weight) -> None:
 
 
 class PickledWeights:
-    """A file that `torch.save` wrote: a dict of tensors. Mapped, not read; see `raypp.models.weights.WeightSource`."""
+    """A file that `torch.save` wrote: a dict of tensors. Mapped, not read; see `WeightSource`."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

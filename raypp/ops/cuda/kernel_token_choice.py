@@ -192,7 +192,7 @@ class KernelTokenChoice(TokenChooser):
     def report(
         self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor
     ) -> TopLogprobs:
-        """Return the log-probabilities of positions whose rows ask; see `raypp.ops.cuda.kernel_token_choice`."""
+        """Return the log-probabilities of positions whose rows ask; see `Reporter`."""
         if self._reporter is None:
             self._reporter = Reporter(self._max_positions, logits.shape[1], self._device)
         return self._reporter.report(logits, rows, chosen, num_reported)
