@@ -31,8 +31,7 @@ from raypp.actors.processes import ActorProcess, end_processes
 from raypp.actors.remote_errors import in_short, raypp_errors
 from raypp.driver.encoder_shares import EncodeCall, EncoderShares
 from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, ItemsStored, encoder_sums
-from raypp.encoder.encoder_spec import EncoderSpec
-from raypp.encoder.item_fault import ItemFault
+from raypp.encoder.protocol import EncoderSpec, ItemFault
 from raypp.errors import EncoderDiedError, RayppError
 from raypp.plan.engine_plan import EnginePlan
 from raypp.prompt_items import EncoderItem

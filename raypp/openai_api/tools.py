@@ -11,7 +11,7 @@ from pydantic import Field
 from raypp.errors import RequestError
 from raypp.grammar.lark import check_schema
 from raypp.grammar.schema_check import cannot_be_enforced
-from raypp.grammar.tag_arguments import arguments_of
+from raypp.grammar.structural_tag import arguments_of
 from raypp.openai_api.parameter_types import tells_texts
 from raypp.openai_api.request_fields import LenientModel, RequestModel
 

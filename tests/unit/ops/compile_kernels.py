@@ -24,6 +24,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from raypp.ops.attention import HeadNorm, Heads
+from raypp.ops.backend import Routing
 from raypp.ops.cuda import (
     between_products,
     block_kernels,
@@ -38,7 +39,6 @@ from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.product_tuning import input_type_in_8_bits, own_product
 from raypp.ops.cuda.quantized_projection import Fp8Projection, Int4Projection
 from raypp.ops.cuda.token_quantization import TokenNorm
-from raypp.ops.routing import Routing
 from raypp.ops.row_tokens import NewTokens, RowTokens
 from raypp.ops.sample.step_masks import StepMasks, YieldedTokens
 from raypp.ops.sample.tables import (
