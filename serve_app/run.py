@@ -16,8 +16,8 @@ from ray import serve
 from ray.exceptions import RayError
 
 from raypp.actors.cluster import Cluster, hide_log_lines
+from raypp.actors.deadline import in_short
 from raypp.actors.engine_actors import describe_engine
-from raypp.actors.remote_errors import in_short
 from raypp.api.launch import load_tokenizer
 from raypp.config.engine_config import EngineConfig
 from raypp.config.http_settings import HttpAddress, HttpSettings

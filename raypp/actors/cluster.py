@@ -1,30 +1,39 @@
-"""Connects to the Ray cluster that the engine runs on, or starts a local one and stops it again."""
+"""Connects to the Ray cluster that the engine runs on, or starts a local one and stops it again.
+
+Ray 2.60.0 lacks settings for some of what a local one needs on a busy machine; `given_agent_ports` and
+`gcs_waits_can_end` patch its private modules while it starts.
+"""
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
+import random
 import re
 import shutil
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import ray
+from ray._private import node, parameter, ray_constants, services
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
+from ray.exceptions import RpcError
+from ray.experimental import internal_kv
 
-from raypp.actors.agent_ports import given_agent_ports
-from raypp.actors.forked import leave_ray_alone
-from raypp.actors.gcs_waits import gcs_waits_can_end
-from raypp.actors.local_process import Child
+from raypp.actors.placement import alive_nodes
+from raypp.actors.processes import LocalProcess
 from raypp.actors.ray_thread import RayThread
 from raypp.config.log import is_log_line
 from raypp.errors import ResourceError
@@ -191,7 +200,7 @@ def _disconnect(session: str) -> None:
         ray.shutdown()
 
 
-def _is_server(child: Child) -> bool:
+def _is_server(child: LocalProcess) -> bool:
     """Return whether a child of this process belongs to Ray."""
     return str(Path(ray.__file__).parent) in child.command()
 
@@ -319,3 +328,168 @@ def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
 
 def _exit(signal_number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signal_number)
+
+
+_PORTS = range(20_000, 32_768)
+"""Below those that Linux gives to connections; above those that Ray gives to workers."""
+_OF_THE_DASHBOARD = "dashboard_agent_listen_port"
+_AGENT_PORTS = ("metrics_agent_port", "runtime_env_agent_port", _OF_THE_DASHBOARD)
+
+
+@contextmanager
+def given_agent_ports() -> Iterator[int]:
+    """Have Ray start with given ports for its agents while this is entered; yields one more, for `ray.init`.
+
+    A raylet starts its agents and waits 15 s, without a setting, for the ports that they choose; then it ends. Agents
+    are Python programs, whose imports take longer on a busy machine. A port that is given is not waited for, but
+    `ray.init` takes one of four, and of the others one reaches its agent and not the raylet.
+    """
+    *given, of_metrics = _free_ports(len(_AGENT_PORTS) + 1)
+    ports: dict[str, Any] = dict(zip(_AGENT_PORTS, given, strict=True))
+    start_process: Callable[..., Any] = services.start_ray_process
+
+    def start(command: list[str], process_type: str, *args: Any, **options: Any) -> Any:
+        if process_type == ray_constants.PROCESS_TYPE_RAYLET:
+            command = [*command, f"--{_OF_THE_DASHBOARD}={ports[_OF_THE_DASHBOARD]}"]
+        return start_process(command, process_type, *args, **options)
+
+    with (
+        patch.object(parameter, "RayParams", partial(parameter.RayParams, **ports)),
+        patch.object(services, "start_ray_process", start),
+    ):
+        yield of_metrics
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return ports on which nothing listens at the moment."""
+    with ExitStack() as probes:
+        found: list[int] = []
+        for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+            probe = probes.enter_context(socket.socket())
+            with suppress(OSError):  # taken
+                probe.bind(("", port))
+                found.append(port)
+                if len(found) == count:
+                    return found
+    raise OSError(f"no {count} free ports from {_PORTS.start} to {_PORTS.stop - 1}")
+
+
+_PORT, _GET = "wait_for_persisted_port", "_internal_kv_get"
+_POLL_S = 0.05
+_ANSWER_S = 1
+_PORT_S, _GET_S = 30.0, 30.0  # of one that is alive; Ray's own, and half of what it gives itself
+
+
+class _UnwantedError(BaseException):
+    """Ends Ray's start. No Exception: after one Ray says that there is no dashboard, and goes on."""
+
+
+@contextmanager
+def gcs_waits_can_end(is_wanted: Callable[[], bool]) -> Iterator[None]:
+    """Have Ray's start wait for its gcs_server in Python while this is entered. Not for several at once.
+
+    Ray waits in its library: for the port up to 30 s while it holds the interpreter, so that a server's death is
+    noticed only then and the user's threads stand still; for what the gcs_server knows without a limit, and after 60 s
+    without one it ends the whole process.
+
+    Args:
+        is_wanted: Whether the start is still wanted; once it is not, it ends with a BaseException.
+    """
+    look: Callable[..., int] | None = getattr(node, _PORT, None)
+
+    def wait_for_port(*place: Any, timeout_ms: float = _PORT_S * 1000, **others: Any) -> int:
+        assert look is not None  # else nobody asks
+        ends_s = time.monotonic() + timeout_ms / 1000
+        while True:
+            _check(is_wanted)
+            try:
+                return look(*place, timeout_ms=0, **others)
+            except RuntimeError:  # the file with it is not there yet
+                if time.monotonic() >= ends_s:
+                    raise
+            time.sleep(_POLL_S)
+
+    def get(key: str | bytes, *, namespace: str | bytes | None = None) -> bytes | None:
+        ends_s = time.monotonic() + _GET_S
+        while True:
+            _check(is_wanted)
+            try:
+                client: Any = internal_kv.global_gcs_client
+                value: bytes | None = client.internal_kv_get(_bytes(key), _bytes(namespace), timeout=_ANSWER_S)
+                return value
+            except RpcError:
+                if time.monotonic() >= ends_s:
+                    raise
+            time.sleep(_POLL_S)
+
+    with ExitStack() as patches:
+        for module, name, function in ((node, _PORT, wait_for_port), (internal_kv, _GET, get)):
+            if hasattr(module, name):  # not every version of Ray has each
+                patches.enter_context(patch.object(module, name, function))
+        yield
+
+
+def _check(is_wanted: Callable[[], bool]) -> None:
+    if not is_wanted():
+        raise _UnwantedError("nobody wants this start of Ray any more")
+
+
+def _bytes(text: str | bytes | None) -> bytes | None:
+    return text.encode() if isinstance(text, str) else text
+
+
+_LIBRARY = "ray._raylet"
+
+
+def leave_ray_alone() -> None:
+    """Have this process, a forked child, end without using its copy of the Ray connection.
+
+    Ray's threads are the parent's: its exit hook, its objects and its library would wait for them, or crash. The exit
+    code stays as it would be.
+    """
+    atexit.unregister(ray.shutdown)
+    for held in _objects_of_the_library():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))  # never freed
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):  # not everywhere, but where Ray's library is
+        libc.on_exit(libc._exit, None)  # once Python has ended, and before the library's own destructors
+
+
+def _objects_of_the_library() -> Iterator[object]:
+    worker = ray._private.worker
+    for holder in (worker.global_worker, worker._global_node, ray._private.state.state, internal_kv):
+        for held in getattr(holder, "__dict__", {}).values():
+            if type(held).__module__.startswith(_LIBRARY):
+                yield held
+
+
+_LOOK_TIMEOUT_S = 1.0
+
+
+def named_cluster() -> tuple[int, dict[str, float], dict[str, float]]:
+    """Connect to the cluster that RAY_ADDRESS names, look, and leave.
+
+    Returns:
+        The number of its nodes; its resources by name; those that nobody has reserved.
+
+    Raises:
+        ResourceError: it cannot be reached.
+    """
+    assert os.environ.get("RAY_ADDRESS"), "without it a Ray would be started"
+    cluster = Cluster.connect()
+    try:
+        total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+        return len(alive_nodes()), total, free
+    finally:
+        cluster.disconnect()
+
+
+def local_cluster() -> str | None:
+    """Return the address of the cluster that `ray start` started on this machine, if it still answers."""
+    try:
+        address = (ray_folder() / "ray" / "ray_current_cluster").read_text().strip()
+        check_reachable(address, _LOOK_TIMEOUT_S)
+    except (OSError, ResourceError):
+        return None
+    return address or None

@@ -12,9 +12,8 @@ import zmq
 
 from raypp.actors.deadline import Deadline
 from raypp.actors.encoder_group import EncoderGroup
-from raypp.actors.lifeline import live_with
 from raypp.actors.placement import Placement
-from raypp.actors.processes import ActorProcess
+from raypp.actors.processes import ActorProcess, live_with
 from raypp.actors.stage_group import StageGroup
 from raypp.config.log import log_to_stderr
 from raypp.driver.channel_pipeline import ChannelPipeline

@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raypp.actors.collector import collector_paused
-from raypp.actors.lifeline import live_with
-from raypp.actors.local_device import local_device
-from raypp.actors.processes import ActorProcess
+from raypp.actors.processes import ActorProcess, collector_paused, live_with, local_device
 from raypp.models.registry import resolve_model_path
 
 if TYPE_CHECKING:

@@ -21,14 +21,11 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypp.actors.actor_environment import actor_environment
-from raypp.actors.deadline import Deadline
+from raypp.actors.deadline import Deadline, in_short, raypp_errors
 from raypp.actors.encoder_actor import EncoderActor, EncoderReady
-from raypp.actors.placement import Placement
+from raypp.actors.placement import BundlePlace, Placement
 from raypp.actors.processes import ActorProcess, end_processes
-from raypp.actors.remote_errors import in_short, raypp_errors
 from raypp.driver.encoder_shares import EncodeCall, EncoderShares
 from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, ItemsStored, encoder_sums
 from raypp.encoder.encoder_spec import EncoderSpec
@@ -87,8 +84,8 @@ class EncoderGroup:
         self._on_event = on_event
         self._on_end = on_end
         self._encoders = [
-            _Encoder(index, _make_actor(plan, placement, index), plan.encoders.spec(index))
-            for index in range(plan.encoders.num_encoders)
+            _Encoder(index, _make_actor(plan, placement, place), plan.encoders.spec(index))
+            for index, place in enumerate(placement.encoders)
         ]
         self._shares = EncoderShares(plan.encoders.num_encoders, plan.config.encoder.max_images_per_batch)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -239,7 +236,7 @@ class EncoderGroup:
 
     def _lost(self, encoder: _Encoder, error: BaseException) -> None:
         """Deal with an encoder that died, or whose device failed."""
-        logger.warning("encoder %d failed, and is started again: %s", encoder.index, in_short_of(error))
+        logger.warning("encoder %d failed, and is started again: %s", encoder.index, in_short(error))
         encoder.life += 1
         with self._lock:  # nothing is counted twice
             if encoder.counted is not None:
@@ -247,7 +244,7 @@ class EncoderGroup:
                 encoder.counted = None
         encoder.called_at_s.clear()
         given_up = self._shares.note_down(encoder.index)
-        self._fail(given_up, EncoderDiedError("an encoder died repeatedly on this image", got=in_short_of(error)))
+        self._fail(given_up, EncoderDiedError("an encoder died repeatedly on this image", got=in_short(error)))
         if not isinstance(error, ray.exceptions.RayActorError):
             self._end(encoder)  # it lives, but its device does not
         self._start_again(encoder)
@@ -282,10 +279,10 @@ class EncoderGroup:
         self._call()
 
     def _give_up(self, encoder: _Encoder, error: BaseException) -> None:
-        logger.error("encoder %d cannot be started again: %s", encoder.index, in_short_of(error))
+        logger.error("encoder %d cannot be started again: %s", encoder.index, in_short(error))
         encoder.is_gone, encoder.loading_since_s = True, None
         if all(one.is_gone for one in self._encoders):
-            self._on_end(in_short_of(error))
+            self._on_end(in_short(error))
         self._call()
 
     def _drop(self, keys: Sequence[bytes]) -> None:
@@ -328,21 +325,11 @@ class EncoderGroup:
         ref.future().add_done_callback(lambda answer: self._tasks.put(partial(then, answer)))
 
 
-def _make_actor(plan: EnginePlan, placement: Placement, index: int) -> Any:
-    place, resources = placement.encoders[index], plan.encoders.resources
-    options: dict[str, Any] = {
-        "num_cpus": resources["CPU"],
-        "num_gpus": resources.get("GPU", 0),
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement.group, placement_group_bundle_index=place.bundle_index
-        ),
-        "max_concurrency": 8,  # calls beside the one that encodes: figures, and those who ask for themselves
-        "max_restarts": plan.config.encoder.max_encoder_restarts,
-        **actor_environment(sees_all_gpus="GPU" in resources),
-    }
+def _make_actor(plan: EnginePlan, placement: Placement, place: BundlePlace) -> Any:
+    options = placement.options_of(
+        place,
+        plan.encoders.resources,
+        max_concurrency=8,  # calls beside the one that encodes: figures, and clients that call the actors themselves
+        max_restarts=plan.config.encoder.max_encoder_restarts,
+    )
     return ray.remote(EncoderActor).options(**options).remote()
-
-
-def in_short_of(error: BaseException) -> str:
-    """Return the beginning of what went wrong."""
-    return in_short(error) if isinstance(error, Exception) else repr(error)

@@ -16,15 +16,12 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypp.actors.actor_environment import actor_environment
 from raypp.actors.cluster import Cluster
-from raypp.actors.deadline import Deadline
+from raypp.actors.deadline import Deadline, raypp_errors
 from raypp.actors.driver_actor import DriverActor
-from raypp.actors.placement import Placement, alive_nodes, reserve, reserve_when_there_is_room
-from raypp.actors.processes import ActorProcess, end_here, end_processes
-from raypp.actors.remote_errors import raypp_errors
+from raypp.actors.placement import Placement, actor_environment, alive_nodes, reserve, reserve_when_there_is_room
+from raypp.actors.processes import ActorProcess, StoppedProcesses, end_here, end_processes
 from raypp.actors.stage_pool import StagePool
-from raypp.actors.stopped_processes import StoppedProcesses
 from raypp.errors import EngineDeadError, RayppError, StageDiedError
 from raypp.plan.engine_plan import EnginePlan
 from raypp.supervision.recovery import StartTimes

@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING
 
 from ray import cloudpickle
 
-from raypp.actors.collector import collector_paused
 from raypp.actors.deadline import Deadline
-from raypp.actors.lifeline import live_with
-from raypp.actors.local_device import local_device
-from raypp.actors.processes import ActorProcess
+from raypp.actors.processes import ActorProcess, collector_paused, live_with, local_device
 from raypp.config.log import log_to_stderr
 from raypp.models.registry import resolve_draft_head_path, resolve_model_path
 from raypp.plan.hardware import Hardware

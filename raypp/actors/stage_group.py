@@ -11,10 +11,9 @@ from typing import Any
 
 import ray
 
-from raypp.actors.deadline import Deadline
+from raypp.actors.deadline import Deadline, in_short
 from raypp.actors.placement import Placement
 from raypp.actors.processes import ActorProcess
-from raypp.actors.remote_errors import in_short
 from raypp.actors.stage_actor import StageAddresses
 from raypp.driver.failure_reports import BLAME_S, FailureReports, Witness
 from raypp.errors import DeadlineError, RayppError, StageDiedError

@@ -17,11 +17,9 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypp.actors.actor_environment import actor_environment
 from raypp.actors.deadline import in_time
-from raypp.actors.placement import Placement, StagePlace, alive_nodes
+from raypp.actors.placement import BundlePlace, Placement, alive_nodes
 from raypp.actors.processes import ActorProcess, end_processes
 from raypp.actors.stage_actor import NodeShare, StageActor
 from raypp.plan.engine_plan import EnginePlan
@@ -40,7 +38,7 @@ class _Pooled:
 
     actor: Any
     spec: StageSpec
-    place: StagePlace
+    place: BundlePlace
     process: ActorProcess | None = None
 
 
@@ -159,25 +157,17 @@ def _is_true(ref: Any) -> bool:
 
 
 def _make_actor(
-    plan: EnginePlan, placement: Placement, place: StagePlace, spec: StageSpec, factory: bytes | None
+    plan: EnginePlan, placement: Placement, place: BundlePlace, spec: StageSpec, factory: bytes | None
 ) -> Any:
-    resources = plan.stage_resources()
-    options: dict[str, Any] = {
-        "num_cpus": resources["CPU"],
-        "num_gpus": resources.get("GPU", 0),
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement.group, placement_group_bundle_index=place.bundle_index
-        ),
-        # run, trace, to stand by, one to spare, and what encoders bring
-        "max_concurrency": 4 + plan.encoders.num_encoders,
-        "max_restarts": 0,
-        **actor_environment(sees_all_gpus="GPU" in resources),
-    }
-    actor = ray.remote(_named(spec.stage_index)).options(**options)
-    return actor.remote(spec, plan.model, factory, _node_share(plan, placement, place))
+    # run, trace, to stand by, one to spare, and what encoders bring
+    max_concurrency = 4 + plan.encoders.num_encoders
+    options = placement.options_of(place, plan.stage_resources(), max_concurrency=max_concurrency)
+    # Under a name with the stage's index, which `ps` and Ray's tools show.
+    named = type(f"{StageActor.__name__}{spec.stage_index}", (StageActor,), {})
+    return ray.remote(named).options(**options).remote(spec, plan.model, factory, _node_share(plan, placement, place))
 
 
-def _node_share(plan: EnginePlan, placement: Placement, place: StagePlace) -> NodeShare | None:
+def _node_share(plan: EnginePlan, placement: Placement, place: BundlePlace) -> NodeShare | None:
     """Return what a stage on another node decides there; None when the plan was made for the node that it is on."""
     if placement.is_on_one_node:
         return None
@@ -185,8 +175,3 @@ def _node_share(plan: EnginePlan, placement: Placement, place: StagePlace) -> No
     neighbours = sum(other.node_id == place.node_id for other in placement.stages)
     model = plan.config.model
     return NodeShare(model.model, model.revision, neighbours if parallel.stage_num_threads is None else None)
-
-
-def _named(stage_index: int) -> type[StageActor]:
-    """Return the actor's class under a name with the stage's index, which `ps` and Ray's tools show."""
-    return type(f"{StageActor.__name__}{stage_index}", (StageActor,), {})

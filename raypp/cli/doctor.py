@@ -214,7 +214,7 @@ def _free_bytes(folder: Path) -> int | None:
 
 
 def _check_cluster() -> Check:
-    from raypp.actors.cluster_state import local_cluster, named_cluster
+    from raypp.actors.cluster import local_cluster, named_cluster
     from raypp.errors import RayppError
 
     named = os.environ.get("RAY_ADDRESS") or None

@@ -58,7 +58,7 @@ def _describe_engine(config: EngineConfig, machines: Any = None) -> dict[str, An
 
 
 def _tune_engine(config: EngineConfig, **options: Any) -> Any:
-    from raypp.actors.tuning_process import tune_engine  # imports ray
+    from raypp.actors.engine_actors import tune_engine  # imports ray
 
     return tune_engine(config, **options)
 

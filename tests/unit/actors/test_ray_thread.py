@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from raypp.actors import ray_thread
-from raypp.actors.local_process import LocalProcess
+from raypp.actors.processes import LocalProcess
 from raypp.actors.ray_thread import RayThread
 from raypp.errors import EngineDeadError, ResourceError
 
