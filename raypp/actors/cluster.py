@@ -35,7 +35,7 @@ from ray.experimental import internal_kv
 from raypp.actors.placement import alive_nodes
 from raypp.actors.processes import LocalProcess
 from raypp.actors.ray_thread import RayThread
-from raypp.config.log import is_log_line
+from raypp.config.env import is_log_line
 from raypp.errors import ResourceError
 
 _REACH_TIMEOUT_S = 10.0

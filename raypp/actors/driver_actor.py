@@ -15,14 +15,13 @@ from raypp.actors.encoder_group import EncoderGroup
 from raypp.actors.placement import Placement
 from raypp.actors.processes import ActorProcess, live_with
 from raypp.actors.stage_group import StageGroup
-from raypp.config.log import log_to_stderr
+from raypp.config.env import log_to_stderr
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine_loop import Engine
-from raypp.driver.failure_reports import FailureReports, Witness
 from raypp.driver.grammars import Grammars
 from raypp.driver.open_requests import OpenRequests
 from raypp.driver.server import DriverServer, open_client_socket, spare_the_collector
-from raypp.driver.stage_health import StageHealth
+from raypp.driver.stage_health import FailureReports, StageHealth, Witness
 from raypp.errors import EngineDeadError
 from raypp.grammar.grammar_threads import GrammarThreads
 from raypp.plan.engine_plan import EnginePlan

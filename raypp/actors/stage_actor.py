@@ -14,7 +14,7 @@ from ray import cloudpickle
 
 from raypp.actors.deadline import Deadline
 from raypp.actors.processes import ActorProcess, collector_paused, live_with, local_device
-from raypp.config.log import log_to_stderr
+from raypp.config.env import log_to_stderr
 from raypp.models.registry import resolve_draft_head_path, resolve_model_path
 from raypp.plan.hardware import Hardware
 from raypp.stage.failure import name_failure

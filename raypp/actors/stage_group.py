@@ -15,7 +15,7 @@ from raypp.actors.deadline import Deadline, in_short
 from raypp.actors.placement import Placement
 from raypp.actors.processes import ActorProcess
 from raypp.actors.stage_actor import StageAddresses
-from raypp.driver.failure_reports import BLAME_S, FailureReports, Witness
+from raypp.driver.stage_health import BLAME_S, FailureReports, Witness
 from raypp.errors import DeadlineError, RayppError, StageDiedError
 from raypp.plan.engine_plan import EnginePlan
 from raypp.stage.failure import name_failure

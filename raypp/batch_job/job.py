@@ -11,14 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from raypp.batch_job.answer import Answer, Answerer, refusal
-from raypp.batch_job.answer_files import AnswerFiles
 from raypp.batch_job.input_file import ScannedInput, bad_lines, scan_input, stream_lines
 from raypp.batch_job.job_engine import BatchEngine, OpenEngine
 from raypp.batch_job.job_settings import JobSettings
 from raypp.batch_job.line import Line
 from raypp.batch_job.manifest import Manifest
+from raypp.batch_job.output_file import AnswerFiles
 from raypp.batch_job.progress import Progress, Reporter
-from raypp.batch_job.window import Window
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError
 
@@ -206,3 +205,36 @@ async def _every(interval_s: float, action: Callable[[], Awaitable[None] | None]
         waits = action()
         if waits is not None:
             await waits
+
+
+class Window:
+    """Counts requests and their bytes. One task enters, any task leaves; all on one event loop."""
+
+    def __init__(self, max_requests: int, max_bytes: int) -> None:
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._num_requests = 0
+        self._num_bytes = 0
+        self._changed = asyncio.Event()
+
+    async def enter(self, num_bytes: int) -> None:
+        """Wait for room. A request larger than all the room there is enters alone."""
+        while self._num_requests >= self._max_requests or (
+            self._num_requests and self._num_bytes + num_bytes > self._max_bytes
+        ):
+            self._changed.clear()
+            await self._changed.wait()
+        self._num_requests += 1
+        self._num_bytes += num_bytes
+
+    def leave(self, num_bytes: int) -> None:
+        """Make room."""
+        self._num_requests -= 1
+        self._num_bytes -= num_bytes
+        self._changed.set()
+
+    async def wait_until_empty(self) -> None:
+        """Wait until all have left."""
+        while self._num_requests:
+            self._changed.clear()
+            await self._changed.wait()

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from raypp.cli.text_table import table_lines
 from raypp.plan.fit import counted
 
 _COLUMNS = {
@@ -25,7 +24,7 @@ _SMALLEST = 2**30 // 200  # what two decimals show of a GiB
 
 
 def fit_lines(fit: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of an answer, as `raypp.plan.fit_description.describe_fit` gives it."""
+    """Yield the lines of an answer, as `raypp.plan.fit.describe_fit` gives it."""
     types = fit["dtype"] if fit["kv_cache_dtype"] == fit["dtype"] else f"{fit['dtype']}, KV {fit['kv_cache_dtype']}"
     model, num_stages = f"{fit['model']} ({fit['architecture']}, {types})", len(fit["stages"])
     yield f"{model}, {counted(num_stages, 'stage')} on {_place(fit)}"
@@ -205,3 +204,21 @@ def _billions(number: int) -> str:
 
 def _gib(num_bytes: int | None) -> str | None:
     return None if num_bytes is None else f"{num_bytes / 2**30:.2f}"
+
+
+def table_lines(rows: Sequence[Mapping[str, object]], indent: str) -> Iterator[str]:
+    """Yield a line with the names of all columns, and one per row, aligned to the right; `-` where a row has none."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [columns, *([cell_text(row.get(name)) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        yield indent + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+
+
+def cell_text(value: object) -> str:
+    """Return a value as text: whole numbers with commas, `-` for None and for an empty list."""
+    if value is None or value == []:
+        return "-"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)

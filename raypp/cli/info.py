@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from raypp.cli.engine_options import add_engine_options, engine_config
-from raypp.cli.fit_text import fit_lines
-from raypp.cli.text_table import cell_text, table_lines
+from raypp.cli.fit_text import cell_text, fit_lines, table_lines
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError
-from raypp.plan.machines import read_machines
+from raypp.plan.hardware import read_machines
 
 _DOES_NOT_FIT = 1
 

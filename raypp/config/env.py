@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -88,3 +89,24 @@ def _ray_job_id(config: str) -> str | None:
     except (ValueError, KeyError, TypeError):
         return None
     return submission_id if isinstance(submission_id, str) else None
+
+
+_LOGGERS = ("raypp", "serve_app")
+_LINE = re.compile(rf"\d{{4}}-\d\d-\d\d [\d:,]+ [A-Z]+ (?:{'|'.join(_LOGGERS)})[.:]")
+
+
+def log_to_stderr() -> None:
+    """Write what raypp and its server log, from the level of RAYPP_LOG_LEVEL on, to stderr."""
+    level = read_environment().log_level
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        logger.setLevel(level)
+        if not logger.handlers:
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+            logger.addHandler(handler)
+
+
+def is_log_line(line: str) -> bool:
+    """Return whether a line is one that `log_to_stderr` has written, in whatever process."""
+    return _LINE.match(line) is not None

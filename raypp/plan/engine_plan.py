@@ -19,13 +19,21 @@ from raypp.models.generation_config import read_sampling_defaults
 from raypp.models.registry import resolve_model_path
 from raypp.models.sizes import WeightReads, layer_sizes, lm_head_bytes, total_reads
 from raypp.plan.cost_model import estimated_costs, estimated_times
-from raypp.plan.cpu_memory import check_cpu_memory, max_copied_blocks, num_cpu_blocks, num_staged_blocks
 from raypp.plan.encoder_plan import EncoderPlan
 from raypp.plan.engine_layout import DTYPE_BYTES, EngineLayout, lay_out
 from raypp.plan.graph_plan import describe_graphs, graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware
 from raypp.plan.speculation_plan import check_host_memory, draft_cost, draft_policy, resolved_speculation, table_bytes
-from raypp.plan.stage_memory import check_main_memory, longest_request, num_blocks_on_cpu, num_blocks_on_gpus
+from raypp.plan.stage_memory import (
+    check_cpu_memory,
+    check_main_memory,
+    longest_request,
+    max_copied_blocks,
+    num_blocks_on_cpu,
+    num_blocks_on_gpus,
+    num_cpu_blocks,
+    num_staged_blocks,
+)
 from raypp.scheduler.drafts import DraftPolicy
 from raypp.scheduler.limits import STEPS_PER_COHORT, SchedulerLimits
 from raypp.scheduler.step_predictor import StepPredictor

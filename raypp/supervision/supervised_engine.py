@@ -8,8 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic
 
-from raypp.config.engine_change import check_change
-from raypp.config.engine_config import EngineConfig
+from raypp.config.engine_config import EngineConfig, check_change
 from raypp.errors import ConfigError, RayppError
 from raypp.plan.engine_plan import EnginePlan
 from raypp.supervision.recovery import EngineWatcher, Recovery

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from raypp.transport.dlpack import tensor_at
-from raypp.transport.ipc.flags import has_reached
+from raypp.transport.ipc.ipc_ends import has_reached
 
 _POLL_S = 0.0002
 
