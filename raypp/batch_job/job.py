@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import numpy as np
 import numpy.typing as npt
 
+from raypp.api.async_llm import AsyncLLM
 from raypp.batch_job.answer import Answer, Answerer, refusal
 from raypp.batch_job.input_file import ScannedInput, bad_lines, scan_input, stream_lines
-from raypp.batch_job.job_engine import BatchEngine, OpenEngine
 from raypp.batch_job.job_settings import JobSettings
 from raypp.batch_job.line import Line
 from raypp.batch_job.manifest import Manifest
@@ -24,6 +24,10 @@ from raypp.errors import ConfigError, EngineDeadError
 _SYNC_INTERVAL_S = 1.0
 
 logger = logging.getLogger(__name__)
+
+
+OpenEngine = Callable[[EngineConfig], Awaitable[AsyncLLM]]
+"""Starts an engine. It may be called again after that engine's death."""
 
 
 class BatchJob:
@@ -48,7 +52,7 @@ class BatchJob:
             RayppError: the engine cannot start, or dies again and again; what was answered is kept.
         """
 
-        async def open_engine(config: EngineConfig) -> BatchEngine:
+        async def open_engine(config: EngineConfig) -> AsyncLLM:
             engine = await self._open_engine(config)
             on_engine_started()
             return engine
@@ -149,7 +153,7 @@ class _Run:
             await asyncio.sleep(0)
         self._files.sync()
 
-    async def _answer_with(self, llm: BatchEngine) -> None:
+    async def _answer_with(self, llm: AsyncLLM) -> None:
         async with llm:
             try:
                 await self._answer_lines(Answerer(llm, self._settings))

@@ -36,7 +36,7 @@ class EngineLayout:
     """An engine without its KV blocks."""
 
     config: EngineConfig
-    model_path: Path
+    model_path: str
     model: ModelConfig
     held_model: ModelConfig  # with the form that its weights have on the device: what sizes are counted of
     dtype: str
@@ -54,6 +54,11 @@ class EngineLayout:
     def dtype_bytes(self) -> int:
         """Bytes of a weight, and of an activation."""
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def kv_dtype_bytes(self) -> int:
+        """Bytes of an element of the KV cache."""
+        return DTYPE_BYTES[self.kv_dtype]
 
     @property
     def start_layers(self) -> list[int]:
@@ -124,7 +129,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     )
     return EngineLayout(
         config=config,
-        model_path=model_path,
+        model_path=str(model_path),
         model=model,
         held_model=held,
         dtype=dtype,

@@ -269,7 +269,10 @@ def _changed(fit: Fit, settings: Mapping[str, object], machines: tuple[Machine, 
     """Return the engine with other settings; None if these cannot be."""
     try:
         return check_fit(
-            fit.config.with_settings(**settings), fit.hardware, machines, lambda name, revision: fit.layout.model_path
+            fit.config.with_settings(**settings),
+            fit.hardware,
+            machines,
+            lambda name, revision: Path(fit.layout.model_path),
         )
     except ConfigError:
         return None
