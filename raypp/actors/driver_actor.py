@@ -27,7 +27,7 @@ from raypp.grammar.grammar_threads import GrammarThreads
 from raypp.plan.engine_plan import EnginePlan
 from raypp.scheduler.scheduler import Scheduler
 from raypp.step_channel import DriverChannel
-from raypp.supervision.recovery import StartTimes
+from raypp.supervision.supervisor import StartTimes
 from raypp.tracing import DRIVER_LANE, Lane, Tracer
 
 

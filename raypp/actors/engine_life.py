@@ -24,7 +24,7 @@ from raypp.actors.processes import ActorProcess, StoppedProcesses, end_here, end
 from raypp.actors.stage_pool import StagePool
 from raypp.errors import EngineDeadError, RayppError, StageDiedError
 from raypp.plan.engine_plan import EnginePlan
-from raypp.supervision.recovery import StartTimes
+from raypp.supervision.supervisor import StartTimes
 from raypp.tracing import write_chrome_trace
 
 _ANSWER_S = 2.0

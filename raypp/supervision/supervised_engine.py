@@ -11,8 +11,7 @@ from typing import Any, Generic
 from raypp.config.engine_config import EngineConfig, check_change
 from raypp.errors import ConfigError, RayppError
 from raypp.plan.engine_plan import EnginePlan
-from raypp.supervision.recovery import EngineWatcher, Recovery
-from raypp.supervision.supervisor import LifeT, Supervisor
+from raypp.supervision.supervisor import EngineWatcher, LifeT, Recovery, Supervisor
 
 logger = logging.getLogger(__name__)
 

@@ -40,6 +40,7 @@ from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_items import ItemStore
 from raypp.stage.step_sizes import StepSizes
 from raypp.tracing import Tracer
+from raypp.transport.edges import OpenEdge
 from raypp.transport.ipc.cuda_device import CudaDevice
 from raypp.transport.open import open_local_links
 from raypp.types import SamplingParams
@@ -183,6 +184,10 @@ def build_local_stages(
     config: ModelConfig,
     factory: StageFactory | None = None,
     make_graphs: MakeGraphs | None = None,
+    *,
+    deadline_s: float = 0.0,
+    open_edge: OpenEdge | None = None,
+    tracers: Sequence[Tracer] | None = None,
 ) -> list[LocalStage]:
     """Return the stages of a pipeline, joined by local links.
 
@@ -191,6 +196,9 @@ def build_local_stages(
         config: The model's.
         factory: Makes their models, if the checkpoint does not.
         make_graphs: Makes what keeps a stage's recordings, if not the device decides.
+        deadline_s: See `open_local_links`.
+        open_edge: See there.
+        tracers: Of the stages; None: nothing is traced.
     """
     models = [build_stage_model(spec, config, factory) for spec in specs]
     schemas = StageSchemas.of(specs[0], models[0].hidden_size)
@@ -199,12 +207,14 @@ def build_local_stages(
         forward=schemas.forward_messages(specs[0]),
         feedback=schemas.feedback_messages(specs[0]),
         device=torch.device(specs[0].device),
+        deadline_s=deadline_s,
+        open_edge=open_edge,
     )
-    silent, stages = Tracer("local", enabled=False), []
-    for spec, model, of_stage in zip(specs, models, links, strict=True):
+    tracers, stages = tracers or [Tracer("local", enabled=False)] * len(specs), []
+    for spec, model, of_stage, tracer in zip(specs, models, links, tracers, strict=True):
         kv_caches = allocate_kv_caches(spec, config)
         graphs = None if make_graphs is None else make_graphs(spec)
-        stages.append(LocalStage(Stage(spec, model, kv_caches, of_stage, schemas, silent, graphs), kv_caches))
+        stages.append(LocalStage(Stage(spec, model, kv_caches, of_stage, schemas, tracer, graphs), kv_caches))
     sizes = StepSizes.common([local.stage.recordings.sizes for local in stages])
     for local in stages:
         local.stage.pad_to(sizes)

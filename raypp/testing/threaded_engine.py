@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import zmq
 
 from raypp.config.engine_config import EngineConfig
@@ -27,18 +26,15 @@ from raypp.grammar.grammar_threads import GrammarThreads
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.scheduler.scheduler import Scheduler
-from raypp.stage.build_stage import StageFactory, allocate_kv_caches, build_stage_model
+from raypp.stage.build_stage import StageFactory
 from raypp.stage.loop import run_stage_loop
-from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage import Stage
-from raypp.stage.step_sizes import StepSizes
 from raypp.step_channel import DriverChannel, StageChannel
-from raypp.supervision.recovery import StartTimes
 from raypp.supervision.supervised_engine import SupervisedEngine
-from raypp.testing.local_engine import LocalEncoder
+from raypp.supervision.supervisor import StartTimes
+from raypp.testing.local_engine import LocalEncoder, build_local_stages
 from raypp.tracing import DRIVER_LANE, Tracer
 from raypp.transport.edges import OpenEdge
-from raypp.transport.open import open_local_links
 
 _JOIN_TIMEOUT_S = 10.0
 
@@ -70,7 +66,7 @@ class ThreadedLife:
         self._pipeline = ChannelPipeline(channel, health, failures, predictor)
         self.scheduler = Scheduler(plan.scheduler_limits(), plan.draft_policy(), predictor)
         """To look at once the engine is closed."""
-        self._links: list[Any] = []
+        self._stages: list[Stage] = []
         self._is_leaving = threading.Event()  # the driver's stop does not reach a stage that has not connected yet
         try:
             loops, encoder = self._stage_loops(channel, factory)
@@ -127,26 +123,18 @@ class ThreadedLife:
     ) -> tuple[list[Callable[[], None]], LocalEncoder | None]:
         """Return what the stages' threads run, and the encoder, which works in the driver's thread."""
         plan, num_stages = self._plan, len(self._plan.stages)
-        specs = [plan.stage_spec(index) for index in range(num_stages)]
-        models = [build_stage_model(spec, plan.model, factory) for spec in specs]
-        schemas = StageSchemas.of(specs[0], models[0].hidden_size)
-        self._links = open_local_links(
-            num_stages,
-            forward=schemas.forward_messages(specs[0]),
-            feedback=schemas.feedback_messages(specs[0]),
-            device=torch.device(specs[0].device),
-            deadline_s=plan.config.faults.step_timeout_s,
-            open_edge=self._open_edge,
-        )
-
         tracers = [Tracer(f"stage {index}", enabled=False) for index in range(num_stages)]
-        stages = [
-            Stage(spec, model, allocate_kv_caches(spec, plan.model), links, schemas, tracer)
-            for spec, model, links, tracer in zip(specs, models, self._links, tracers, strict=True)
+        stages = self._stages = [
+            local.stage
+            for local in build_local_stages(
+                [plan.stage_spec(index) for index in range(num_stages)],
+                plan.model,
+                factory,
+                deadline_s=plan.config.faults.step_timeout_s,
+                open_edge=self._open_edge,
+                tracers=tracers,
+            )
         ]
-        sizes = StepSizes.common([stage.recordings.sizes for stage in stages])
-        for stage in stages:
-            stage.pad_to(sizes)
         self._pipeline.activity.note_recordings([stage.recordings.describe() for stage in stages])
 
         def loop(index: int) -> Callable[[], None]:
@@ -187,8 +175,8 @@ class ThreadedLife:
 
     def _close_pipeline(self) -> None:
         self._pipeline.close()
-        for links in self._links:
-            links.abort()
+        for stage in self._stages:
+            stage.abort()
 
 
 def _run_stage(

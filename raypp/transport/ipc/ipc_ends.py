@@ -7,6 +7,9 @@
                                                    read   the step's slot
              released  <-------------------------  write  released = step
 
+A flag is a 32-bit step id: the newest step that its writer is done with. CUDA compares flags modulo 2^32, by
+`int32(flag - value) >= 0`, so step ids may grow past 32 bits as long as no flag is 2^31 steps behind.
+
 Each flag lies in the memory of the end that waits for it. Every operation goes to the current CUDA stream: nothing here
 blocks the host, and nothing raises when a peer stays away. The driver notices a pipeline that stands still and kills
 it; `abort` ends the waits of a stream. Do not capture these operations in a CUDA graph, since the step ids change. Put
@@ -22,8 +25,9 @@ from dataclasses import dataclass
 
 import torch
 
-from raypp.errors import EngineDeadError, RayppError
+from raypp.errors import RayppError
 from raypp.messages import NO_STEP
+from raypp.transport.edges import StreamEnd
 from raypp.transport.ipc.cuda_device import CudaDevice
 
 logger = logging.getLogger(__name__)
@@ -106,7 +110,7 @@ class IpcEdgeMemory:
     released: int  # flag in the sender's memory: the newest step that was read
 
 
-class _IpcEnd:
+class _IpcEnd(StreamEnd):
     """What both ends do alike.
 
     Args:
@@ -119,19 +123,11 @@ class _IpcEnd:
     def __init__(
         self, device: CudaDevice, memory: IpcEdgeMemory, forcer: FlagForcer, on_close: Callable[[], None]
     ) -> None:
+        super().__init__(memory.slots, on_close)
         self._device = device
         self._memory = memory
-        self._slots = memory.slots.unbind()
         self._forcer = forcer
-        self._on_close = on_close
         self._last_step_id = NO_STEP
-        self._is_aborted = False
-        self._is_closed = False
-
-    @property
-    def slots(self) -> torch.Tensor:
-        """All slots, uint8 [num_slots, slot_bytes]."""
-        return self._memory.slots
 
     def abort(self) -> None:
         """End all waits of the edge on the streams of both ends. From any thread."""
@@ -142,24 +138,15 @@ class _IpcEnd:
         far = far_value(self._last_step_id)
         self._forcer.force({self._memory.published: far, self._memory.released: far})
 
-    def close(self) -> None:
-        """Give the end up. The stage's memory is freed with the last of its ends."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._on_close()
-
     def _check(self, step_id: int) -> None:
         """Note the step; raise EngineDeadError when the link was aborted."""
         assert not self._is_closed, "the link was closed"
-        if self._is_aborted:
-            raise EngineDeadError(f"the link was aborted before step {step_id}")
+        super()._check(step_id)
         self._last_step_id = step_id
 
 
 class IpcSender(_IpcEnd):
     """The sending end; see `LinkSender`."""
-
-    _acquired = NO_STEP
 
     def acquire(self, step_id: int) -> torch.Tensor:
         """Return the step's slot, uint8 [slot_bytes]. The stream's next operations wait until the receiver released it.
@@ -179,10 +166,8 @@ class IpcSender(_IpcEnd):
         Raises:
             EngineDeadError: the link was aborted.
         """
-        assert step_id == self._acquired, f"step {step_id} is sent, but {self._acquired} was acquired"
-        self._check(step_id)
+        self._check_acquired(step_id)
         self._device.write(self._memory.published, flag_value(step_id))
-        self._acquired = NO_STEP
 
 
 class IpcReceiver(_IpcEnd):
