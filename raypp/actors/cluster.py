@@ -48,9 +48,10 @@ _PATIENCE = {"agent_register_timeout_ms": 600_000, "worker_register_timeout_seco
 _STOP_S = 10.0  # for Ray to end in order
 _RAY_PRINTS = "ray_print_logs"
 _DEAD_WORKER = re.compile(
-    r"^A worker died or was killed while .*Worker PID: (\d+) Worker exit type: (\w+) Worker exit detail: ([^.]*\.)",
+    r"^A worker died or was killed while .*Worker PID: (\d+) Worker exit type: (\w+) Worker exit detail: ([^.]*\.).*",
     re.DOTALL,
 )
+_USUAL_WARNINGS = ("authentication is enabled", "SIGTERM handler is not set")
 _GIVE_UP_S = 40.0  # for Ray to give up a start: it waits half a minute for a server that died
 
 
@@ -168,7 +169,7 @@ def _prepare(address: str, shows_logs: bool) -> RayThread:
 
 def _connect(address: str, shows_logs: bool, is_wanted: Callable[[], bool]) -> str:
     tokens = logging.getLogger("ray._private.authentication.authentication_token_setup")
-    tokens.addFilter(_is_not_about_tokens)
+    tokens.addFilter(_is_not_usual)
     local: dict[str, Any] = {}
     try:
         with ExitStack() as patience:
@@ -214,14 +215,9 @@ def _print_errors_to_stderr() -> None:
 
 
 def _to_stderr(print_data: Callable[..., None], data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-    lines = [_in_short(line) for line in data["lines"]]
+    # Of Ray's page about a dead worker: which one died, and how.
+    lines = [_DEAD_WORKER.sub(r"A worker died or was killed: pid \1, \2: \3", line) for line in data["lines"]]
     print_data({**data, "lines": lines, "is_err": True}, *args, **kwargs)
-
-
-def _in_short(line: str) -> str:
-    """Return a line of Ray's; of its page about a dead worker, which one died and how."""
-    found = _DEAD_WORKER.search(line)
-    return line if found is None else f"A worker died or was killed: pid {found[1]}, {found[2]}: {found[3]}"
 
 
 def _print_log_lines_alone() -> None:
@@ -307,23 +303,18 @@ def _own_sigterm_handler() -> Iterator[None]:
     """
     before = signal.getsignal(signal.SIGTERM)
     logger = logging.getLogger("ray._private.worker")
-    logger.addFilter(_is_not_about_sigterm)
+    logger.addFilter(_is_not_usual)
     try:
         yield
     finally:
-        logger.removeFilter(_is_not_about_sigterm)
+        logger.removeFilter(_is_not_usual)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, _exit if before in (signal.SIG_DFL, None) else before)
 
 
-def _is_not_about_tokens(record: logging.LogRecord) -> bool:
-    """Return False for Ray's warning that a cluster asks for a token: that is how it should be."""
-    return "authentication is enabled" not in record.getMessage()
-
-
-def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
-    """Return False for Ray's warning that it cannot take over SIGTERM: that it does not is what we want."""
-    return "SIGTERM handler is not set" not in record.getMessage()
+def _is_not_usual(record: logging.LogRecord) -> bool:
+    """Return False for Ray's warnings that a cluster asks for a token, and that it does not take over SIGTERM."""
+    return not any(words in record.getMessage() for words in _USUAL_WARNINGS)
 
 
 def _exit(signal_number: int, frame: FrameType | None) -> None:
@@ -448,19 +439,14 @@ def leave_ray_alone() -> None:
     code stays as it would be.
     """
     atexit.unregister(ray.shutdown)
-    for held in _objects_of_the_library():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))  # never freed
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "on_exit"):  # not everywhere, but where Ray's library is
-        libc.on_exit(libc._exit, None)  # once Python has ended, and before the library's own destructors
-
-
-def _objects_of_the_library() -> Iterator[object]:
     worker = ray._private.worker
     for holder in (worker.global_worker, worker._global_node, ray._private.state.state, internal_kv):
         for held in getattr(holder, "__dict__", {}).values():
             if type(held).__module__.startswith(_LIBRARY):
-                yield held
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))  # never freed
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):  # not everywhere, but where Ray's library is
+        libc.on_exit(libc._exit, None)  # once Python has ended, and before the library's own destructors
 
 
 _LOOK_TIMEOUT_S = 1.0

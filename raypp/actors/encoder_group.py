@@ -134,7 +134,12 @@ class EncoderGroup:
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Have the first stage drop embeddings. Does not wait."""
-        self._tasks.put(partial(self._drop, keys))
+
+        def dropped(answer: Future[Any]) -> None:
+            if answer.exception() is None:  # else the first stage is dead, and the engine with it
+                self._tell([ItemsDropped(keys)])
+
+        self._tasks.put(lambda: self._when_done(self._first_stage.drop_items.remote(keys), dropped))
 
     def poll(self) -> list[ItemEvent]:
         """Return what happened since the last call."""
@@ -284,13 +289,6 @@ class EncoderGroup:
         if all(one.is_gone for one in self._encoders):
             self._on_end(in_short(error))
         self._call()
-
-    def _drop(self, keys: Sequence[bytes]) -> None:
-        self._when_done(self._first_stage.drop_items.remote(keys), partial(self._dropped, keys))
-
-    def _dropped(self, keys: Sequence[bytes], answer: Future[Any]) -> None:
-        if answer.exception() is None:  # else the first stage is dead, and the engine with it
-            self._tell([ItemsDropped(keys)])
 
     def _check_silence(self) -> None:
         """End an encoder that takes too long: Ray does not see that a process stands still."""

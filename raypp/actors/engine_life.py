@@ -201,8 +201,10 @@ class EngineLife:
                 if self._cluster.is_useful():
                     self._end_actors(in_order=in_order)
                 self._end_processes(in_order=in_order)
-            finally:
-                self._end_watchers()
+            finally:  # a watcher that asked Ray for the driver after the end would start another Ray
+                for watcher in self._watchers:
+                    if watcher is not threading.current_thread():
+                        watcher.join(_WATCH_S + _ANSWER_S)
 
     def _current_encoders(self) -> list[ActorProcess]:
         """Return the encoders' processes: those of now, if the driver still answers."""
@@ -283,12 +285,6 @@ class EngineLife:
         except EngineDeadError as error:
             return error
         return _death_of(self._run) if has_driver_ended else None
-
-    def _end_watchers(self) -> None:
-        """Wait until nobody asks Ray for the driver any more: one that did so after the end would start another Ray."""
-        for watcher in self._watchers:
-            if watcher is not threading.current_thread():
-                watcher.join(_WATCH_S + _ANSWER_S)
 
     def _write_trace(self, deadline: Deadline, *, was_closed: bool) -> None:
         """Have the trace written, as far as it still can be: of a life that has died, to a file with its number."""

@@ -114,8 +114,7 @@ class StagePool:
         asked = {pooled.actor.stand_by.remote(timeout_s): pooled for pooled in awake}
         answered = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s + _ANSWER_S)[0] if asked else []
         kept = [asked[ref] for ref in answered if _is_true(ref)]
-        gone = [pooled for pooled in self._pooled if pooled not in kept]
-        _end(gone, timeout_s)
+        _end([pooled for pooled in self._pooled if pooled not in kept], timeout_s)
         self._pooled = kept
 
     def end(self, timeout_s: float, *, has_ray: bool = True) -> None:
