@@ -36,7 +36,7 @@ from raypp.actors.placement import alive_nodes
 from raypp.actors.processes import LocalProcess
 from raypp.actors.ray_thread import RayThread
 from raypp.config.env import is_log_line
-from raypp.errors import ResourceError
+from raypp.errors import EngineDeadError, ResourceError
 
 _REACH_TIMEOUT_S = 10.0
 _SETTINGS_FRAME, _FRAME_HEADER_BYTES = 4, 9
@@ -102,14 +102,9 @@ class Cluster:
         """Return whether Ray can be asked, as far as is known here."""
         return ray.is_initialized() and (self._connection is None or self._connection.is_useful())
 
-    def check(self) -> None:
-        """Look after the Ray that was started here, if it was.
-
-        Raises:
-            EngineDeadError: it has died.
-        """
-        if self._connection is not None:
-            self._connection.check()
+    def death(self) -> EngineDeadError | None:
+        """Return the error of the Ray that was started here, if it has died."""
+        return None if self._connection is None else self._connection.death()
 
     def disconnect(self) -> None:
         """Leave. Doing so twice does nothing."""

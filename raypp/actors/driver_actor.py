@@ -82,7 +82,7 @@ class DriverActor:
         self._encoders: EncoderGroup | None = None
         if self._plan.encoders.num_encoders:
             self._encoders = EncoderGroup(
-                self._plan, self._placement, self._stages.first, self._wake, self._on_encoders_end
+                self._plan, self._placement, self._stages.first, lambda: self._server.wake(), self._on_encoders_end
             )
         deadline = Deadline(timeout_s)
         processes = self._stages.processes(owner, deadline)
@@ -186,9 +186,6 @@ class DriverActor:
         """Return what the driver and the stages did when; after `run`, what they had done until then."""
         with self._asking:
             return self._last_lanes or self._lanes()
-
-    def _wake(self) -> None:
-        self._server.wake()
 
     def _on_encoders_end(self, reason: str) -> None:
         if self._may_be_replaced:

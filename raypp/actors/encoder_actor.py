@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -21,14 +21,6 @@ if TYPE_CHECKING:
     from raypp.encoder.protocol import SupportsEncoderCudaGraph
     from raypp.models.config import ModelConfig
     from raypp.prompt_items import EncoderItem
-
-
-@dataclass(frozen=True)
-class EncoderReady:
-    """An encoder that has loaded its model."""
-
-    process: ActorProcess
-    budgets: tuple[int, ...]
 
 
 class EncoderActor:
@@ -47,8 +39,8 @@ class EncoderActor:
     @ray.method(max_task_retries=-1)  # it waits for a process that is just being made, as often as Ray makes one
     def load(
         self, owner: ActorProcess, spec: EncoderSpec, config: ModelConfig, model: tuple[str, str | None] | None
-    ) -> EncoderReady:
-        """Load the model and capture its graphs. From now on the process ends with its owner's.
+    ) -> ActorProcess:
+        """Load the model and capture its graphs; return this process, which from now on ends with its owner's.
 
         Args:
             owner: The driver.
@@ -75,7 +67,7 @@ class EncoderActor:
         self._device = torch.device(spec.device)
         manager = build_manager(_build_model(spec, config), spec)
         self._worker = EncoderWorker(manager, spec.cache_bytes, self._device)
-        return EncoderReady(process, self._worker.budgets)
+        return process
 
     def join(self, first_stage: Any) -> None:
         """Find the way to the first stage: to its actor."""

@@ -23,7 +23,7 @@ from typing import Any
 import ray
 
 from raypp.actors.deadline import Deadline, in_short, raypp_errors
-from raypp.actors.encoder_actor import EncoderActor, EncoderReady
+from raypp.actors.encoder_actor import EncoderActor
 from raypp.actors.placement import BundlePlace, Placement
 from raypp.actors.processes import ActorProcess, end_processes
 from raypp.driver.encoder_shares import EncodeCall, EncoderShares
@@ -48,7 +48,6 @@ class _Encoder:
     actor: Any
     spec: EncoderSpec
     process: ActorProcess | None = None
-    budgets: tuple[int, ...] = ()
     life: int = 0  # how often it was started again: what is heard of an earlier life is old news
     is_gone: bool = False
     loading_since_s: float | None = None
@@ -118,13 +117,13 @@ class EncoderGroup:
             EngineDeadError, DeadlineError: one does not come through.
         """
         with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
-            ready: list[EncoderReady] = ray.get(self._loads, timeout=deadline.remaining_s)
+            processes: list[ActorProcess] = ray.get(self._loads, timeout=deadline.remaining_s)
             ray.get(
                 [encoder.actor.join.remote(self._first_stage) for encoder in self._encoders],
                 timeout=deadline.remaining_s,
             )
-        for encoder, about in zip(self._encoders, ready, strict=True):
-            encoder.process, encoder.budgets = about.process, about.budgets
+        for encoder, process in zip(self._encoders, processes, strict=True):
+            encoder.process = process
             self._tasks.put(partial(self._up, encoder))
         self._thread.start()
 
@@ -267,7 +266,7 @@ class EncoderGroup:
             if (error := answer.exception()) is not None:
                 self._give_up(encoder, error)  # Ray does not make it again, or it cannot load what it could before
             elif encoder.life == life:
-                encoder.process = answer.result().process
+                encoder.process = answer.result()
                 self._ask(encoder, encoder.actor.join.remote(self._first_stage), partial(self._joined, encoder))
 
         self._when_done(self._load(encoder), loaded)

@@ -20,7 +20,7 @@ from raypp.actors.engine_life import EngineLife
 from raypp.actors.placement import alive_nodes, check_capacity
 from raypp.actors.stage_pool import StagePool
 from raypp.config.engine_config import EngineConfig
-from raypp.errors import ConfigError, EngineDeadError, RayppError
+from raypp.errors import ConfigError
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.graph_plan import max_step_rows
 from raypp.plan.hardware import Hardware
@@ -115,7 +115,7 @@ class EngineHandle(SupervisedEngine[EngineLife]):
         self._pool = pool
         self._close_lock = threading.Lock()
         self._is_closed = False
-        super().__init__(plan, life, obstacle=self._obstacle, on_end=self._end_all)
+        super().__init__(plan, life, obstacle=cluster.death, on_end=self._end_all)
 
     def processes(self) -> dict[str, Any]:
         """Return {"driver": pid, "stages": [pid, ...], "encoders": [...]}; of the last life while none runs."""
@@ -179,14 +179,6 @@ class EngineHandle(SupervisedEngine[EngineLife]):
             return None
         self._plan, self._hardware = plan_engine(config, hardware), hardware
         return self._plan
-
-    def _obstacle(self) -> RayppError | None:
-        """Return what is wrong with this process's own Ray, without which there is no other engine."""
-        try:
-            self._cluster.check()
-        except EngineDeadError as error:
-            return error
-        return None
 
 
 @contextmanager

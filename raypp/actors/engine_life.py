@@ -226,7 +226,8 @@ class EngineLife:
             return ray.get(answer, timeout=0)
 
     def _check(self) -> None:
-        self._cluster.check()
+        if (error := self._cluster.death()) is not None:
+            raise error
         if not self._is_wanted():
             raise EngineDeadError("the engine was closed", hint="start a new engine")
         self._check_stopped()
@@ -280,11 +281,14 @@ class EngineLife:
 
     def _death(self, has_driver_ended: bool) -> RayppError | None:
         """Return what the engine died of, if it did."""
-        try:
-            self._cluster.check()
-        except EngineDeadError as error:
+        if (error := self._cluster.death()) is not None or not has_driver_ended:
             return error
-        return _death_of(self._run) if has_driver_ended else None
+        try:
+            with _errors_of_the_driver("its end"):
+                ray.get(self._run)
+        except RayppError as error:
+            return error
+        return EngineDeadError("the driver ended by itself")
 
     def _write_trace(self, deadline: Deadline, *, was_closed: bool) -> None:
         """Have the trace written, as far as it still can be: of a life that has died, to a file with its number."""
@@ -301,15 +305,6 @@ class EngineLife:
 def numbered(path: Path, number: int) -> Path:
     """Return the path of one of several files: trace.json becomes trace-2.json."""
     return path.with_name(f"{path.stem}-{number}{path.suffix}")
-
-
-def _death_of(run: Any) -> RayppError:
-    try:
-        with _errors_of_the_driver("its end"):
-            ray.get(run)
-    except RayppError as error:
-        return error
-    return EngineDeadError("the driver ended by itself")
 
 
 @contextmanager

@@ -119,18 +119,15 @@ class RayThread:
         """Return whether there is a connection, and no server has died."""
         return bool(self.name) and not self._leaving.is_set() and self._dead_server() is None
 
-    def check(self) -> None:
-        """Look after the servers that were started here.
-
-        Raises:
-            EngineDeadError: one has died.
-        """
-        if (dead := self._dead_server()) is not None:
-            raise EngineDeadError(
-                f"Ray's {dead.name} died, and the engine with it",
-                got=dead.last_error(),
-                hint=f"start a new engine: it starts another Ray; the cause may be in {dead.logs()}",
-            )
+    def death(self) -> EngineDeadError | None:
+        """Return the error of a server that was started here and has died; None: there is none."""
+        if (dead := self._dead_server()) is None:
+            return None
+        return EngineDeadError(
+            f"Ray's {dead.name} died, and the engine with it",
+            got=dead.last_error(),
+            hint=f"start a new engine: it starts another Ray; the cause may be in {dead.logs()}",
+        )
 
     def stop(self, timeout_s: float) -> bool:
         """Disconnect; servers that do not let go are killed. Return whether the connection has ended.

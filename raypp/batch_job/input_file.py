@@ -52,7 +52,7 @@ def scan_input(path: Path) -> ScannedInput:
         num_bytes += len(piece)
 
     for index, raw in _physical_lines(path, take):
-        custom_id, blank, bad = None, _is_blank(raw), False
+        custom_id, blank, bad = None, not raw or raw.isspace(), False
         if not blank:
             try:
                 custom_id = read_line(raw, index).custom_id
@@ -155,10 +155,6 @@ def _physical_lines(path: Path, take: Callable[[bytes], None] = lambda _: None) 
                 take(rest)
             yield index, raw.removeprefix(_BOM) if index == 0 else raw
             index += 1
-
-
-def _is_blank(raw: bytes) -> bool:
-    return not raw or raw.isspace()
 
 
 _DIGEST_BYTES = 16

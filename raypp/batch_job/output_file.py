@@ -13,7 +13,6 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Owner(NamedTuple):
-    """Whose answer a line is."""
+    """Which line of the input a line answers."""
 
     custom_id: str | None
     line: int | None  # of the input, 0-based, where it is said: several lines may claim one custom_id, or have none
@@ -119,17 +118,18 @@ class OutputFile:
         """
         batch: list[_Owner] = []
         num_good_bytes = num_lines = 0
-        for raw, owner in self._read_lines():
-            if owner is None:
-                if num_good_bytes + len(raw) < self._num_bytes:
-                    raise self._not_ours(f"line {num_lines + 1} is no line of an output: {raw[:60]!r}")
-                break
-            num_good_bytes += len(raw)
-            num_lines += 1
-            batch.append(owner)
-            if len(batch) == _IDS_PER_LOOKUP:
-                self._mark(batch, ids, is_done)
-                batch = []
+        with self._path.open("rb", buffering=1 << 20) as file:
+            for raw in file:
+                if (owner := _owner(raw)) is None:  # torn, or foreign
+                    if num_good_bytes + len(raw) < self._num_bytes:
+                        raise self._not_ours(f"line {num_lines + 1} is no line of an output: {raw[:60]!r}")
+                    break
+                num_good_bytes += len(raw)
+                num_lines += 1
+                batch.append(owner)
+                if len(batch) == _IDS_PER_LOOKUP:
+                    self._mark(batch, ids, is_done)
+                    batch = []
         if batch:
             self._mark(batch, ids, is_done)
         if num_good_bytes < self._num_bytes:
@@ -160,7 +160,7 @@ class OutputFile:
         Raises:
             ResourceError: the disk does not take it.
         """
-        with self._sync_lock:  # who comes second waits for the first one's disk, too
+        with self._sync_lock:  # a second caller waits for the first one's disk, too
             if self._is_dirty:
                 self._is_dirty = False
                 try:
@@ -180,12 +180,6 @@ class OutputFile:
         except OSError as error:  # not every network file system can
             logger.warning("%s cannot be locked (%s): make sure that only one job writes it", self._path, error)
         return True
-
-    def _read_lines(self) -> Iterator[tuple[bytes, _Owner | None]]:
-        """Yield each line and whose answer it is; None for one that is torn or foreign."""
-        with self._path.open("rb", buffering=1 << 20) as file:
-            for raw in file:
-                yield raw, _owner(raw)
 
     def _mark(self, owners: list[_Owner], ids: IdIndex, is_done: npt.NDArray[np.bool_]) -> None:
         lines = ids.find([owner.custom_id or "" for owner in owners]).tolist()

@@ -150,19 +150,21 @@ class EngineConfig(Section):
                 f"over {parallel.num_stages} stages",
                 hint="lower max_num_seqs or raise max_num_batched_tokens",
             )
-        _check_cache(self.cache)
+        if self.cache.cpu_kv_bytes and not self.cache.enable_prefix_caching:
+            raise ConfigError(
+                "cache.cpu_kv_bytes has no effect without prefix caching, which finds the blocks again",
+                got=f"cpu_kv_bytes {self.cache.cpu_kv_bytes}, enable_prefix_caching false",
+                expected="cpu_kv_bytes = 0, or enable_prefix_caching = true",
+            )
         _check_speculative(self.speculative)
-        _check_encoder(self.encoder)
+        budgets = self.encoder.token_budgets
+        if budgets is not None and (not budgets or min(budgets) < 1):
+            raise ConfigError(
+                "invalid value for encoder.token_budgets",
+                got=budgets,
+                expected="positive numbers of tokens, at least one, or none",
+            )
         return self
-
-
-def _check_cache(given: CacheSection) -> None:
-    if given.cpu_kv_bytes and not given.enable_prefix_caching:
-        raise ConfigError(
-            "cache.cpu_kv_bytes has no effect without prefix caching, which finds the blocks again",
-            got=f"cpu_kv_bytes {given.cpu_kv_bytes}, enable_prefix_caching false",
-            expected="cpu_kv_bytes = 0, or enable_prefix_caching = true",
-        )
 
 
 def _check_speculative(given: SpeculativeSection) -> None:
@@ -203,16 +205,6 @@ def _check_speculative(given: SpeculativeSection) -> None:
             "invalid value for speculative.draft_ladder",
             got=ladder,
             expected=f"ascending numbers of drafts from 0 to {_MAX_DRAFTS}, at least one above 0",
-        )
-
-
-def _check_encoder(given: EncoderSection) -> None:
-    budgets = given.token_budgets
-    if budgets is not None and (not budgets or min(budgets) < 1):
-        raise ConfigError(
-            "invalid value for encoder.token_budgets",
-            got=budgets,
-            expected="positive numbers of tokens, at least one, or none",
         )
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import takewhile
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -40,11 +40,9 @@ from raypp.structured_outputs import source_of
 _MAX_KEPT_BYTES = 512 << 20
 """Of compiled grammars; the one used last is kept in any case."""
 
-T = TypeVar("T")
-
 
 @dataclass(eq=False, slots=True)
-class Constraint(Generic[T]):
+class Constraint:
     """What the texts of unfinished requests share."""
 
     key: str
@@ -52,11 +50,26 @@ class Constraint(Generic[T]):
     is_queued: bool = False  # to be compiled, or being so
     is_slow: bool = False  # whether the newest masks of one of its texts took long
     num_texts: int = 0
-    waiting: dict[T, None] = field(default_factory=dict)  # texts that can go on once it is compiled
+    waiting: dict[_Text, None] = field(default_factory=dict)  # texts that can go on once it is compiled
 
 
-class Constraints(Generic[T]):
-    """All constraints of unfinished requests, whose texts are of type T, and compiled ones of others."""
+@dataclass(eq=False, slots=True)
+class _Text:
+    """A request and what is known of its grammar."""
+
+    request: Request
+    constraint: Constraint
+    is_admitted: bool = False
+    grammar: TextGrammar | None = None  # once it has a row and a compiled constraint
+    job: MaskJob | None = None  # that goes on with the grammar
+    waiting: list[Advance] = field(default_factory=list)  # for the next one
+    row: int = -1
+    start_step: int = NO_STEP
+    latest: MaskJob | None = None  # whose masks are the newest
+
+
+class Constraints:
+    """All constraints of unfinished requests, and compiled ones of others."""
 
     def __init__(self, backend: GrammarBackend, timeout_s: float) -> None:
         """Know none yet.
@@ -67,13 +80,13 @@ class Constraints(Generic[T]):
         """
         self._backend = backend
         self._timeout_s = timeout_s
-        self._by_key: dict[str, Constraint[T]] = {}
-        self._queue: deque[Constraint[T]] = deque()
-        self._compiling: dict[CompileJob, Constraint[T]] = {}
+        self._by_key: dict[str, Constraint] = {}
+        self._queue: deque[Constraint] = deque()
+        self._compiling: dict[CompileJob, Constraint] = {}
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()  # by key, the last used ones last
         self._num_kept_bytes = 0
 
-    def join(self, value: Mapping[str, Any]) -> Constraint[T]:
+    def join(self, value: Mapping[str, Any]) -> Constraint:
         """Return the constraint of one more text."""
         key = blake2b(source_of(dict(value)).encode(), digest_size=16).hexdigest()
         constraint = self._by_key.get(key)
@@ -84,19 +97,19 @@ class Constraints(Generic[T]):
         constraint.num_texts += 1
         return constraint
 
-    def leave(self, constraint: Constraint[T], text: T) -> None:
+    def leave(self, constraint: Constraint, text: _Text) -> None:
         """Forget one of a constraint's texts."""
         constraint.waiting.pop(text, None)
         constraint.num_texts -= 1
         self._forget_unused(constraint)
 
-    def compiled(self, constraint: Constraint[T]) -> CompiledGrammar | None:
+    def compiled(self, constraint: Constraint) -> CompiledGrammar | None:
         """Return the constraint's grammar; None if it has to be compiled, perhaps once more."""
         if constraint.key in self._kept:
             self._kept.move_to_end(constraint.key)
         return self._kept.get(constraint.key)
 
-    def want(self, constraint: Constraint[T], text: T) -> None:
+    def want(self, constraint: Constraint, text: _Text) -> None:
         """Have a constraint compiled that a text needs; `compile_next` has to follow."""
         constraint.waiting[text] = None
         if not constraint.is_queued:
@@ -116,7 +129,7 @@ class Constraints(Generic[T]):
                 constraint.is_queued = False
                 self._forget_unused(constraint)
 
-    def take(self, job: CompileJob) -> list[T]:
+    def take(self, job: CompileJob) -> list[_Text]:
         """Take in what a job has brought; return the texts that waited for that."""
         constraint = self._compiling.pop(job, None)
         if constraint is None:  # it was given up
@@ -125,11 +138,11 @@ class Constraints(Generic[T]):
             self._keep(constraint.key, job.compiled)
         return self._release(constraint)
 
-    def take_late(self) -> list[tuple[list[T], RayppError]]:
+    def take_late(self) -> list[tuple[list[_Text], RayppError]]:
         """Give up the jobs that are over their time; return the texts that waited for each, and why they do in vain."""
         now_s = time.monotonic()
         late = [job for job in self._compiling if job.began_s is not None and now_s - job.began_s > self._timeout_s]
-        given_up = list[tuple[list[T], RayppError]]()
+        given_up = list[tuple[list[_Text], RayppError]]()
         for job in late:
             self._backend.give_up(job)
             kind, _ = kind_and_value(job.source)
@@ -137,7 +150,7 @@ class Constraints(Generic[T]):
             given_up.append((self._release(self._compiling.pop(job)), refused(kind, why)))
         return given_up
 
-    def _release(self, constraint: Constraint[T]) -> list[T]:
+    def _release(self, constraint: Constraint) -> list[_Text]:
         """Return the texts that waited for a constraint, which is no longer to be compiled."""
         constraint.is_queued = False
         texts, constraint.waiting = list(constraint.waiting), {}
@@ -151,7 +164,7 @@ class Constraints(Generic[T]):
             _, oldest = self._kept.popitem(last=False)
             self._num_kept_bytes -= oldest.memory_size_bytes
 
-    def _forget_unused(self, constraint: Constraint[T]) -> None:
+    def _forget_unused(self, constraint: Constraint) -> None:
         if not constraint.num_texts and not constraint.is_queued:
             self._by_key.pop(constraint.key, None)
 
@@ -164,21 +177,6 @@ _SLOW_S = 0.005
 
 _ADMITTED_AT_ONCE = 64
 """Requests that `poll` says may run: thousands may wait for the same grammar."""
-
-
-@dataclass(eq=False, slots=True)
-class _Text:
-    """A request and what is known of its grammar."""
-
-    request: Request
-    constraint: Constraint[_Text]
-    is_admitted: bool = False
-    grammar: TextGrammar | None = None  # once it has a row and a compiled constraint
-    job: MaskJob | None = None  # that goes on with the grammar
-    waiting: list[Advance] = field(default_factory=list)  # for the next one
-    row: int = -1
-    start_step: int = NO_STEP
-    latest: MaskJob | None = None  # whose masks are the newest
 
 
 @dataclass(frozen=True)
@@ -207,7 +205,7 @@ class Grammars:
         self._send_masks = send_masks
         self._texts: dict[Request, _Text] = {}
         self._ready: deque[_Text] = deque()  # to be admitted, closed ones among them
-        self._constraints: Constraints[_Text] = Constraints(backend, compile_timeout_s)
+        self._constraints: Constraints = Constraints(backend, compile_timeout_s)
         self._making: dict[MaskJob, _Text] = {}  # the oldest first
         self._news = GrammarNews()
         self._num_held_back = 0
@@ -370,14 +368,11 @@ class Grammars:
         (self._news.failed if text.is_admitted else self._news.refused).append((text.request, error))
         self.close(text.request)
 
-    def _refuse_all(self, texts: Iterable[_Text], error: RayppError) -> None:
-        for text in texts:
-            self._refuse(text, error)
-
     def _check_time(self) -> None:
         """Give up what takes too long."""
         for texts, error in self._constraints.take_late():
-            self._refuse_all(texts, error)
+            for text in texts:
+                self._refuse(text, error)
         now_s = time.monotonic()
         for job, text in [*takewhile(lambda made: now_s - made[0].submitted_s > MASK_TIMEOUT_S, self._making.items())]:
             if job.began_s is not None and now_s - job.began_s > MASK_TIMEOUT_S:  # else it waits for another one's

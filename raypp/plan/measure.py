@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ import torch
 from raypp.config.sections import SpeculativeSection
 from raypp.messages import StepPlan, StepResult
 from raypp.models.config import ModelConfig
-from raypp.models.decoder import Deepstack
 from raypp.models.sizes import layer_prefix, layer_sizes, linear_modules
 from raypp.ops.attention import AttentionBatch
 from raypp.plan.cost_model import StepCosts, parts_of
@@ -224,7 +224,7 @@ class _Rig:
         )
         silent = Tracer("measure", enabled=False)
         stages = [
-            Stage(spec, of_stage, allocate_kv_caches(spec, model), ends, schemas, silent)
+            Stage(spec, cast(StageModel, of_stage), allocate_kv_caches(spec, model), ends, schemas, silent)
             for spec, of_stage, ends in zip(specs, self._models, links, strict=True)
         ]
         self._stages = _TimedStages(stages, self._device)
@@ -306,43 +306,21 @@ class _Rig:
 
 
 class _PromptSkipping:
-    """A stage's model that computes nothing while it is told to skip."""
+    """A stage's model that computes nothing while `skips` is set. Decode steps, which are recorded, never skip."""
 
     def __init__(self, model: StageModel) -> None:
         self._model = model
-        self.hidden_size = model.hidden_size
-        self.taps = model.taps
-        self.costs = model.costs
-        self.draft_head = model.draft_head
         self.skips = False
 
-    @property
-    def attention_size(self) -> int:
-        return self._model.attention_size
-
-    @property
-    def can_be_recorded(self) -> bool:
-        return self._model.can_be_recorded  # decode steps are never skipped
-
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self._model.embed(input_ids)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
     def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
         if not self.skips:
             self._model.plan_attention(attention, ring_entry)
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        attention: AttentionBatch,
-        kv_caches: Sequence[torch.Tensor],
-        deepstack: Deepstack | None = None,
-    ) -> torch.Tensor:
-        return hidden if self.skips else self._model.forward(hidden, positions, attention, kv_caches, deepstack)
-
-    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self._model.compute_logits(hidden, out)
+    def forward(self, hidden: torch.Tensor, *inputs: Any) -> torch.Tensor:
+        return hidden if self.skips else self._model.forward(hidden, *inputs)
 
 
 class _TimedStages:

@@ -19,7 +19,7 @@ _POLL_S = 0.0002
 
 def device_tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
     """Return memory as a tensor of a device."""
-    from raypp.transport.dlpack import tensor_at
+    from raypp.transport.gpu_access import tensor_at
 
     return DryTensor(tensor_at(address, num_bytes, torch.device("cpu")), on_device(device))
 

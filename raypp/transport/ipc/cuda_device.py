@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from raypp.errors import ConfigError, ResourceError, install
-from raypp.transport.current_stream import CurrentStream
-from raypp.transport.dlpack import tensor_at
+from raypp.transport.gpu_access import CurrentStream, tensor_at
 
 _GRANULARITY = 1 << 21
 _POLL_S = 0.001

@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 import torch
 
 from raypp.errors import ConfigError, DeadlineError, EngineDeadError, ResourceError, install
-from raypp.transport.current_stream import CurrentStream
 from raypp.transport.edges import Edge, EdgeEnds, StreamEnd, after_last
+from raypp.transport.gpu_access import CurrentStream
 from raypp.transport.rendezvous import Meeting
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from raypp.transport.dlpack import tensor_at
+from raypp.transport.gpu_access import tensor_at
 from raypp.transport.ipc.ipc_ends import has_reached
 
 _POLL_S = 0.0002
