@@ -58,9 +58,9 @@ _GIVE_UP_S = 40.0  # for Ray to give up a start: it waits half a minute for a se
 class Cluster:
     """A connection of this process to Ray, held by one user of it.
 
-    Ray has one connection per process, so there is one count per process of those who use the one that was made here;
-    the last of them ends it. That stops a Ray that was started for it, and only leaves a cluster that was there. A
-    connection that somebody else made is never ended.
+    Ray has one connection per process, so the users of the one that was made here are counted per process, and the last
+    of them ends it. That stops a Ray that was started for it, and only leaves a cluster that was there. A
+    connection that was made elsewhere is never ended.
     """
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -68,7 +68,7 @@ class Cluster:
     _num_users: ClassVar[int] = 0
 
     def __init__(self, connection: RayThread | None) -> None:
-        self._connection = connection  # None: somebody else's
+        self._connection = connection  # None: made elsewhere
 
     @classmethod
     def connect(cls, *, shows_logs: bool = False) -> Cluster:
@@ -261,14 +261,14 @@ def check_disk(folder: Path) -> None:
 def check_reachable(address: str, timeout_s: float = _REACH_TIMEOUT_S) -> None:
     """Look whether a Ray listens at a cluster's address: Ray itself would try for minutes.
 
-    Ray's head speaks gRPC, which is HTTP/2: whoever does answers a greeting with a SETTINGS frame (RFC 9113, 3.4).
+    Ray's head speaks gRPC, which is HTTP/2: the answer to a greeting is a SETTINGS frame (RFC 9113, 3.4).
 
     Args:
         address: Of `host:port`; others are left to Ray.
         timeout_s: For the connection, and for the answer.
 
     Raises:
-        ResourceError: nobody is there, or somebody else.
+        ResourceError: nothing listens there, or something else than Ray.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -384,7 +384,7 @@ def gcs_waits_can_end(is_wanted: Callable[[], bool]) -> Iterator[None]:
     look: Callable[..., int] | None = getattr(node, _PORT, None)
 
     def wait_for_port(*place: Any, timeout_ms: float = _PORT_S * 1000, **others: Any) -> int:
-        assert look is not None  # else nobody asks
+        assert look is not None  # else Ray does not call this
         ends_s = time.monotonic() + timeout_ms / 1000
         while True:
             _check(is_wanted)
@@ -417,7 +417,7 @@ def gcs_waits_can_end(is_wanted: Callable[[], bool]) -> Iterator[None]:
 
 def _check(is_wanted: Callable[[], bool]) -> None:
     if not is_wanted():
-        raise _UnwantedError("nobody wants this start of Ray any more")
+        raise _UnwantedError("this start of Ray is no longer wanted")
 
 
 def _bytes(text: str | bytes | None) -> bytes | None:
@@ -451,7 +451,7 @@ def named_cluster() -> tuple[int, dict[str, float], dict[str, float]]:
     """Connect to the cluster that RAY_ADDRESS names, look, and leave.
 
     Returns:
-        The number of its nodes; its resources by name; those that nobody has reserved.
+        The number of its nodes; its resources by name; those that are free.
 
     Raises:
         ResourceError: it cannot be reached.

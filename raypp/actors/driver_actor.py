@@ -72,7 +72,7 @@ class DriverActor:
 
         Args:
             stages: Their actors, by index.
-            owner: Who made them.
+            owner: The process that made them.
             timeout_s: For all of it.
 
         Raises:
@@ -107,7 +107,7 @@ class DriverActor:
         channel = self._open_step_channel(num_stages)
         if self._encoders is not None:
             self._encoders.load()  # while the stages load
-        grammars = GrammarThreads(self._plan.vocabulary_source())  # likewise
+        grammars = GrammarThreads(self._plan.vocabulary_source())  # at the same time
         begun_s = time.monotonic()
         rendezvous = self._stages.load(deadline)
         loaded_s = time.monotonic()
@@ -179,7 +179,7 @@ class DriverActor:
         return [] if self._encoders is None else self._encoders.processes()
 
     def encoder_actors(self) -> list[Any]:
-        """Return the encoder actors, for those who have images encoded for themselves."""
+        """Return the encoder actors, for clients that have images encoded without a request."""
         return [] if self._encoders is None else self._encoders.actors
 
     def trace(self) -> list[Lane]:

@@ -1,6 +1,6 @@
 """The Ray actor of one encoder. It holds an `EncoderWorker` and has no logic of its own.
 
-It may die and be made again by Ray: then it is told to `load` and `join` once more.
+Ray makes it again when it dies; then the group calls `load` and `join` again.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class EncoderActor:
             self._sender = ItemSender(self._device, CudaDevice(self._device), handle, spec.link_bytes)
 
     def live(self) -> None:
-        """Return never: the call ends when the process does, and whoever made it knows at once."""
+        """Never return: the call ends with the process, so its caller notices at once."""
         threading.Event().wait()
 
     def deliver(self, items: Sequence[EncoderItem]) -> tuple[list[ItemFault], dict[str, Any]]:
@@ -95,7 +95,7 @@ class EncoderActor:
             return self._worker.deliver(items, self._sender, self._put), self.stats()
 
     def prepare(self, items: Sequence[EncoderItem]) -> None:
-        """Encode items and keep what comes of them. What cannot be encoded is told to whoever has it delivered."""
+        """Encode items and keep what comes of them. `deliver` returns what cannot be encoded."""
         with self._lock:
             self._enter()
             self._worker.encode(items)

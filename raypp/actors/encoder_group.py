@@ -48,7 +48,7 @@ class _Encoder:
     actor: Any
     spec: EncoderSpec
     process: ActorProcess | None = None
-    life: int = 0  # how often it was started again: what is heard of an earlier life is old news
+    life: int = 0  # how often it was started again: answers of an earlier life are ignored
     is_gone: bool = False
     loading_since_s: float | None = None
     counted: dict[str, Any] | None = None  # when it answered last
@@ -164,7 +164,7 @@ class EncoderGroup:
 
     @property
     def actors(self) -> list[Any]:
-        """The actors, for those who have images encoded for themselves."""
+        """The actors, for clients that have images encoded without a request."""
         return [encoder.actor for encoder in self._encoders]
 
     def processes(self) -> list[ActorProcess]:
@@ -306,7 +306,7 @@ class EncoderGroup:
     def _end(self, encoder: _Encoder) -> None:
         ray.kill(encoder.actor, no_restart=False)
         if encoder.process is not None:
-            end_processes([encoder.process], _KILL_S)  # a stopped process does not hear Ray
+            end_processes([encoder.process], _KILL_S)  # Ray cannot end a stopped process
 
     def _fail(self, items: Sequence[EncoderItem], error: RayppError) -> None:
         self._tell([ItemFailed(item.key, error) for item in items])

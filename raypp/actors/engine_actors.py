@@ -204,7 +204,7 @@ def hardware_of_stages(here: Hardware, deadline: Deadline) -> Hardware:
         DeadlineError, EngineDeadError: a node does not say.
     """
     with_gpus = [node.node_id for node in alive_nodes() if node.resources.get("GPU")]
-    # Nothing is asked of Ray but the place: GPUs that are busy can be looked at, too.
+    # The tasks reserve nothing, so that GPUs that are busy are read, too.
     asked = [
         ray.remote(Hardware.of_this_machine)
         .options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))

@@ -1,4 +1,4 @@
-"""One life of an engine on Ray: starts its actors, notices when they die, and sees to it that nothing is left."""
+"""One life of an engine on Ray: starts its actors, notices when they die, and leaves none of them behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WATCH_S = 1.0
 _POLL_S = 0.1
 _STAND_BY_S = 2.0  # for a stage's loop and device to end what they are at
 _PATIENCE_S = 0.5  # for processes to go when Ray ends them at once
-_LAST_TRACE_S = 2.0  # of a life that has died; everybody waits meanwhile
+_LAST_TRACE_S = 2.0  # of a life that has died; all requests wait meanwhile
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class EngineLife:
             plan: Of the engine.
             cluster: Where it runs.
             pool: Makes its stages, and keeps them for the next one.
-            is_wanted: Asked again and again while it starts. Once it says no, the start ends with EngineDeadError.
+            is_wanted: Called repeatedly while it starts. Once it returns False, the start ends with EngineDeadError.
             number: Which of the engine's lives it is.
             may_be_last: Whether no other one will follow.
         """
@@ -266,7 +266,7 @@ class EngineLife:
                 ray.kill(self._driver)
 
     def _end_processes(self, *, in_order: bool) -> None:
-        """Make sure that the engine's processes are gone: without a Ray, those on this node, which nobody has told."""
+        """Make sure that the engine's processes are gone: without a Ray, those on this node, which Ray did not end."""
         timeout_s = self._plan.config.faults.close_timeout_s
         driver = [self._driver_process] if self._driver_process is not None else []
         processes = [*driver, *self._encoder_processes]

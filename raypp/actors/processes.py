@@ -2,7 +2,7 @@
 
 Ray ends an engine's actors when their owner or their node is gone, but it asks the kernel whether a process is there,
 and a zombie is: in a container without an init that takes minutes. So each actor watches its owner itself. Ray asks a
-process to end, which a stopped one does not hear, and a new engine must find the old one's memory free: so who closes
+process to end, which has no effect on a stopped one, and a new engine must find the old one's memory free: so closing
 an engine waits for its processes and kills those that stay.
 """
 
@@ -143,7 +143,7 @@ def live_with(owner: ActorProcess) -> ActorProcess:
     """End this actor's process as soon as its owner ends, if that is on this node, or its raylet; return the process.
 
     Args:
-        owner: Whose actor this is.
+        owner: The process that made this actor.
     """
     here = ActorProcess.of_this_process()
     raylet = LocalProcess.of_pid(os.getppid())

@@ -2,7 +2,7 @@
 
 A thread of its own, for three reasons. Ray's servers die with the thread that started them (PR_SET_PDEATHSIG), which
 may be a short-lived one of the user's. Ray waits for servers that have died or stand still, for half a minute or for
-ever: whoever asked for the start or the end is then told, and goes on. And the servers are found as children.
+ever: the caller of the start or the end gets an error instead and goes on. And the servers are found as children.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class RayThread:
         self._ended.set()
 
     def _attend(self) -> None:
-        """Wait until nobody needs Ray any more, or it is of no use."""
+        """Wait until Ray is no longer needed, or one of its servers has died."""
         while not self._leaving.wait(_NOTICE_S):
             if self._dead_server() is not None:
                 self._find_started()

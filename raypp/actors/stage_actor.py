@@ -80,7 +80,7 @@ class StageActor:
         self._rendezvous: RendezvousServer | None = None
         self._process: ActorProcess | None = None
         self._model: StageModel | None = None
-        self._connected: tuple[Stage, StageChannel] | None = None  # until it is closed, by whoever takes it
+        self._connected: tuple[Stage, StageChannel] | None = None  # until it is closed
         self._has_failed = False  # by itself, or in the middle of something
         self._is_leaving = threading.Event()
         self._is_idle = threading.Event()
@@ -241,7 +241,7 @@ class StageActor:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Count as failed unless all of it is done: nobody knows what half of it leaves behind."""
+        """Count as failed unless all of it is done: half of it may leave anything behind."""
         self._has_failed = True
         yield
         self._has_failed = False

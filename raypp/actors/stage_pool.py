@@ -1,7 +1,7 @@
 """The stage actors of an engine, on its owner's side: they outlive a driver, and those that are sound serve the next.
 
-    a life dies     whose loop ends in time, and who did not fail by itself, stands by with process, GPU and weights;
-                    everybody else is killed
+    a life dies     a stage whose loop ends in time and that did not fail stands by, with process, GPU and weights;
+                    all others are killed
     the next one    gets those that stand by, where plan and place are the same, and new ones for the others
 
 The bundles are kept, too, as long as all their nodes live.

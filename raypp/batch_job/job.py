@@ -122,7 +122,7 @@ class _Run:
     async def answer_all(self, open_engine: OpenEngine) -> None:
         """Answer what is left, with a new engine whenever one dies, as long as each brings the job forward.
 
-        Lines that cannot be run come first: they need no engine, and whoever made a mistake knows early.
+        Lines that cannot be run come first: they need no engine, and mistakes show early.
         """
         progress, num_fruitless = self._progress, 0
         reporter = Reporter(progress, self._settings.progress_interval_s)

@@ -228,7 +228,7 @@ def _check_cluster() -> Check:
 
 
 def _port_error(port: int) -> str | None:
-    """Return why nobody could listen at a port; None: it is free."""
+    """Return why no server could listen at a port; None: it is free."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

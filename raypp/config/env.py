@@ -45,7 +45,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def passed_on(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables (None: those of the process) that an engine's processes take from whoever starts it.
+    """Return the variables (None: this process's) that an engine's processes take from the one that starts it.
 
     The others are each node's own: folders, tokens, GPUs.
     """
@@ -54,7 +54,7 @@ def passed_on(variables: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def warn_of_unknown_variables(variables: Mapping[str, str] | None = None) -> None:
-    """Log the variables named RAYPP_* that nobody reads (None: those of the process), once in a process.
+    """Log the variables named RAYPP_* that raypp does not read (None: those of the process), once in a process.
 
     They are no errors: Kubernetes gives every pod beside a Service of that name RAYPP_SERVICE_HOST and some more.
     """

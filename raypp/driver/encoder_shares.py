@@ -1,6 +1,6 @@
 """Decides which encoder encodes which item: items wait in one queue, and free encoders get shares of equal cost.
 
-Knows no actors; what they answered, and that they died, is told to it.
+Knows no actors: answers and deaths are reported to it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class EncoderShares:
         self._calls: list[list[EncodeCall]] = [[] for _ in range(num_encoders)]
         self._up: set[int] = set()
         self._attempts: Counter[bytes] = Counter()
-        self._homes: OrderedDict[bytes, int] = OrderedDict()  # who encoded an item last, and may remember it
+        self._homes: OrderedDict[bytes, int] = OrderedDict()  # which encoder had an item last, and may have cached it
 
     @property
     def num_waiting(self) -> int:
@@ -110,12 +110,12 @@ class EncoderShares:
         """Return calls to make now, which are counted as under way.
 
         The oldest items go first. They are shared out over the encoders that are free, the costly ones before the
-        others, each to whom has the least to do; an item goes to whom may remember it.
+        others, each to the encoder with the least to do; an item goes to the one that may have it in its cache.
         """
         free = [index for index in sorted(self._up) if len(self._calls[index]) < MAX_CALLS]
         if not free or not self._waiting:
             return []
-        # An idle encoder starts at once; one that is busy gets something to do next only when nobody is idle.
+        # An idle encoder starts at once; one that is busy gets something to do next only when none is idle.
         idle = [index for index in free if not self._calls[index]]
         takers = idle or free
         window = self._waiting[: self._max_call_items * len(takers)]

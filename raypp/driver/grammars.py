@@ -65,7 +65,7 @@ class _Text:
     waiting: list[Advance] = field(default_factory=list)  # for the next one
     row: int = -1
     start_step: int = NO_STEP
-    latest: MaskJob | None = None  # whose masks are the newest
+    latest: MaskJob | None = None  # with the newest masks
 
 
 class Constraints:
@@ -230,7 +230,7 @@ class Grammars:
         constraint = self._constraints.join(request.params.structured_outputs)
         text = self._texts[request] = _Text(request, constraint)
         is_compiled = self._constraints.compiled(constraint) is not None
-        text.is_admitted = is_compiled and not self._ready  # nobody overtakes those
+        text.is_admitted = is_compiled and not self._ready  # those go first
         if not text.is_admitted:
             self._num_held_back += 1
             if is_compiled:
@@ -288,7 +288,7 @@ class Grammars:
         return news
 
     def stop(self) -> None:
-        """End whoever follows the grammars."""
+        """End the backend."""
         self._backend.close()
 
     def _await_constraint(self, text: _Text) -> None:

@@ -18,9 +18,9 @@ _MAX_GAP_S = 5.0
 
 
 class AwakeClock:
-    """Monotonic time without the gaps in which nobody asked for it: then this process was stopped (Ctrl-Z) or starved.
+    """Monotonic time without long gaps between two calls: then this process was stopped (Ctrl-Z) or starved.
 
-    What it did not hear meanwhile says nothing about the others. To be asked at least every few seconds.
+    Silence of others meanwhile shows nothing. Must be called at least every few seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, max_gap_s: float = _MAX_GAP_S) -> None:

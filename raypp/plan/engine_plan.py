@@ -39,7 +39,7 @@ from raypp.scheduler.limits import STEPS_PER_COHORT, SchedulerLimits
 from raypp.scheduler.step_predictor import StepPredictor
 from raypp.stage.stage_spec import NUM_PADDING_ROWS, GraphSpec, StageSpec
 
-_LINK_MARGIN_S = 5.0  # the driver, who sees all stages, names the frozen one before a neighbour gives up on it
+_LINK_MARGIN_S = 5.0  # the driver, which sees all stages, names the frozen one before a neighbour gives up
 _SHORT_STEP_MS = 2.0
 """From a result to the plan that builds on it takes the hosts up to 1.1 ms: docs/design/0140-a-third-step-ahead.md."""
 
@@ -111,12 +111,12 @@ class EnginePlan(EngineLayout):
         return resources
 
     def draft_policy(self) -> DraftPolicy:
-        """Return who chooses the number of drafts of each step."""
+        """Return what chooses the number of drafts of each step."""
         head = None if self.draft_head is None else self.draft_head.config
         return draft_policy(self.config, self.device, self.held_model, head, self.dtype_bytes)
 
     def step_predictor(self) -> StepPredictor:
-        """Return who says how long a step will take, with estimates for a beginning."""
+        """Return what predicts how long a step takes, at first from estimates."""
         free_step_tokens = self.config.speculative.free_step_tokens
         roofline = draft_cost(self.held_model, self.dtype_bytes, self.device, free_step_tokens)
         estimates = estimated_times(
@@ -329,7 +329,7 @@ def _max_steps_per_cohort(config: EngineConfig, model: ModelConfig, dtype_bytes:
     """Return how many steps of a cohort may be in flight at a time.
 
     With two, the hosts have as long as one takes, through all stages, to answer its result. Where that is short they
-    get another one. It costs whoever comes then one such step; drafts would be chosen by older results.
+    get another one. A request that comes then waits one such step longer; drafts would be chosen by older results.
     """
     if config.scheduler.max_steps_per_cohort is not None:
         return config.scheduler.max_steps_per_cohort

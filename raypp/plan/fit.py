@@ -294,7 +294,7 @@ def _with_stages(fit: Fit, num_stages: int) -> Fit:
 
 
 def _most_stages(fit: Fit) -> int:
-    """Return the most stages that GPUs and layers allow; 0 if nobody knows."""
+    """Return the most stages that GPUs and layers allow; 0 if that is not known."""
     if fit.machines is None or fit.layout.device != "cuda":
         return 0
     shares = gpu_shares(fit.layout)[len(fit.layout.layers) :]

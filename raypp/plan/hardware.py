@@ -156,7 +156,7 @@ def num_machines_for(shares: Sequence[float], machines: Sequence[Machine], strat
 
     Args:
         shares: The share of a GPU that each asks for, above 0 and at most 1.
-        machines: Whose GPUs nobody else uses.
+        machines: With GPUs that are all free.
         strategy: See `ParallelSection.placement`.
     """
     if strategy == "strict_spread":

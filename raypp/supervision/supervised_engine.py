@@ -1,4 +1,4 @@
-"""What every engine's handle says of its lives, and does with them."""
+"""The part of an engine's handle about its lives: the present one, restarts, watchers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class SupervisedEngine(ABC, Generic[LifeT]):
-    """The part of an `EngineHandle` that a supervisor answers for.
+    """An `EngineHandle` but for processes and its end.
 
     Attributes:
         model_info: What clients must know of the model.
@@ -31,7 +31,7 @@ class SupervisedEngine(ABC, Generic[LifeT]):
         obstacle: Callable[[], RayppError | None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin to look after an engine that runs.
+        """Begin with an engine that runs.
 
         Args:
             plan: Of its first life.
@@ -61,7 +61,7 @@ class SupervisedEngine(ABC, Generic[LifeT]):
         return self._plan.describe()
 
     def watch(self, watcher: EngineWatcher) -> None:
-        """Tell somebody, from another thread, what becomes of the engine from now on."""
+        """Notify a watcher, from another thread, from now on."""
         self._supervisor.watch(watcher)
 
     def report_death(self, error: RayppError, client_address: str) -> None:

@@ -64,7 +64,7 @@ class CudaDevice:
         return int(self._call(f"allocate {rounded} bytes for link slots", self._driver.cuMemAlloc, rounded))
 
     def free(self, address: int) -> None:
-        """Free an allocation. Nobody may have it mapped any more."""
+        """Free an allocation. No process may have it mapped any more."""
         self._enter()
         self._call("free link slots", self._driver.cuMemFree, address)
 

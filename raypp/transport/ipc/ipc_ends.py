@@ -62,7 +62,7 @@ class FlagForcer:
     Once is not enough: a stream may still hold an ordinary write of the same flag, which comes later and lowers it.
 
     Args:
-        device: Whose flags these are.
+        device: Of the flags.
     """
 
     def __init__(self, device: CudaDevice) -> None:
