@@ -53,6 +53,16 @@ _DEAD_WORKER = re.compile(
 )
 _USUAL_WARNINGS = ("authentication is enabled", "SIGTERM handler is not set")
 _GIVE_UP_S = 40.0  # for Ray to give up a start: it waits half a minute for a server that died
+_PORTS = range(20_000, 32_768)
+"""Below those that Linux gives to connections; above those that Ray gives to workers."""
+_OF_THE_DASHBOARD = "dashboard_agent_listen_port"
+_AGENT_PORTS = ("metrics_agent_port", "runtime_env_agent_port", _OF_THE_DASHBOARD)
+_PORT, _GET = "wait_for_persisted_port", "_internal_kv_get"
+_POLL_S = 0.05
+_ANSWER_S = 1
+_PORT_S, _GET_S = 30.0, 30.0  # of one that is alive; Ray's own, and half of what it gives itself
+_LIBRARY = "ray._raylet"
+_LOOK_TIMEOUT_S = 1.0
 
 
 class Cluster:
@@ -316,12 +326,6 @@ def _exit(signal_number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signal_number)
 
 
-_PORTS = range(20_000, 32_768)
-"""Below those that Linux gives to connections; above those that Ray gives to workers."""
-_OF_THE_DASHBOARD = "dashboard_agent_listen_port"
-_AGENT_PORTS = ("metrics_agent_port", "runtime_env_agent_port", _OF_THE_DASHBOARD)
-
-
 @contextmanager
 def given_agent_ports() -> Iterator[int]:
     """Have Ray start with given ports for its agents while this is entered; yields one more, for `ray.init`.
@@ -358,12 +362,6 @@ def _free_ports(count: int) -> list[int]:
                 if len(found) == count:
                     return found
     raise OSError(f"no {count} free ports from {_PORTS.start} to {_PORTS.stop - 1}")
-
-
-_PORT, _GET = "wait_for_persisted_port", "_internal_kv_get"
-_POLL_S = 0.05
-_ANSWER_S = 1
-_PORT_S, _GET_S = 30.0, 30.0  # of one that is alive; Ray's own, and half of what it gives itself
 
 
 class _UnwantedError(BaseException):
@@ -424,9 +422,6 @@ def _bytes(text: str | bytes | None) -> bytes | None:
     return text.encode() if isinstance(text, str) else text
 
 
-_LIBRARY = "ray._raylet"
-
-
 def leave_ray_alone() -> None:
     """Have this process, a forked child, end without using its copy of the Ray connection.
 
@@ -442,9 +437,6 @@ def leave_ray_alone() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "on_exit"):  # not everywhere, but where Ray's library is
         libc.on_exit(libc._exit, None)  # once Python has ended, and before the library's own destructors
-
-
-_LOOK_TIMEOUT_S = 1.0
 
 
 def named_cluster() -> tuple[int, dict[str, float], dict[str, float]]:

@@ -43,6 +43,9 @@ _ROUNDING = 1e-6  # Ray counts resources in ten-thousandths
 
 logger = logging.getLogger(__name__)
 
+_SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+"""For actors that map the memory of their neighbours' GPUs."""
+
 
 @dataclass(frozen=True)
 class Node:
@@ -310,10 +313,6 @@ def _removed_on_error(group: PlacementGroup) -> Iterator[None]:
 def _free() -> dict[str, Any]:
     free: dict[str, Any] = ray.available_resources()  # type: ignore[no-untyped-call]
     return {name: amount for name, amount in free.items() if not name.startswith("node:")}
-
-
-_SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-"""For actors that map the memory of their neighbours' GPUs."""
 
 
 def actor_environment(*, sees_all_gpus: bool = False) -> dict[str, Any]:

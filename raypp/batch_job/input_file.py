@@ -15,6 +15,9 @@ from raypp.errors import ConfigError
 
 _BOM = b"\xef\xbb\xbf"
 _BUFFER_BYTES = 1 << 20
+_DIGEST_BYTES = 16
+"""Two of a billion different ids have the same digest with a chance of 1e-21."""
+_NO_ID = bytes(_DIGEST_BYTES)
 
 
 @dataclass(frozen=True)
@@ -155,12 +158,6 @@ def _physical_lines(path: Path, take: Callable[[bytes], None] = lambda _: None) 
                 take(rest)
             yield index, raw.removeprefix(_BOM) if index == 0 else raw
             index += 1
-
-
-_DIGEST_BYTES = 16
-"""Two of a billion different ids have the same digest with a chance of 1e-21."""
-
-_NO_ID = bytes(_DIGEST_BYTES)
 
 
 class IdIndexBuilder:

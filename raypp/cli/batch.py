@@ -16,6 +16,9 @@ from raypp.cli.engine_options import add_engine_options, engine_config
 from raypp.cli.sampling_options import add_sampling_options, given_sampling
 from raypp.config.env import read_environment
 
+_STOP_TIMEOUT_S = 2.5
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
@@ -77,10 +80,6 @@ def _as_fields(sampling: dict[str, Any]) -> dict[str, Any]:
     if "logit_bias" in sampling:
         sampling["logit_bias"] = {str(token): bias for token, bias in sampling["logit_bias"].items()}
     return sampling
-
-
-_STOP_TIMEOUT_S = 2.5
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_until_stopped(job: BatchJob) -> int:

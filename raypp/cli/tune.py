@@ -14,6 +14,8 @@ from typing import Any
 from raypp.cli.engine_options import add_engine_options, engine_config
 from raypp.errors import ConfigError
 
+_HINT = 'one JSON object a line: {"prompt_tokens": 800, "completion_tokens": 120}, or answers with such a "usage"'
+
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
@@ -99,9 +101,6 @@ def _lines(tuning: dict[str, Any]) -> Iterator[str]:
         yield "expected gain: none; the default split is the fastest one"
     else:
         yield f"expected gain over the default split: {tuning['gain_over_default']:+.1%} steps per second"
-
-
-_HINT = 'one JSON object a line: {"prompt_tokens": 800, "completion_tokens": 120}, or answers with such a "usage"'
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,13 @@ from raypp.config.sections import (
 from raypp.errors import ConfigError, page
 
 _MAX_DRAFTS = 16
+_FIXED_SECTIONS = ("model", "images", "observability", "faults")
+_FIXED_SETTINGS = {
+    "cache": ("kv_cache_dtype",),
+    "scheduler": ("max_waiting_bytes",),
+    "encoder": ("max_waiting_pixel_bytes",),
+}
+"""The model and what it is multiplied in decide texts; the others are settings of the client, which stays."""
 
 
 class EngineConfig(Section):
@@ -273,15 +280,6 @@ def _value(value: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)  # inf, -inf and nan are spelled alike
     return json.dumps(value)
-
-
-_FIXED_SECTIONS = ("model", "images", "observability", "faults")
-_FIXED_SETTINGS = {
-    "cache": ("kv_cache_dtype",),
-    "scheduler": ("max_waiting_bytes",),
-    "encoder": ("max_waiting_pixel_bytes",),
-}
-"""The model and what it is multiplied in decide texts; the others are settings of the client, which stays."""
 
 
 def changed_settings(before: EngineConfig, after: EngineConfig) -> dict[str, tuple[Any, Any]]:

@@ -19,6 +19,8 @@ _PREFIX = "RAYPP_"
 _LOG_LEVEL = "RAYPP_LOG_LEVEL"
 _RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # so it is called
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_LOGGERS = ("raypp", "serve_app")
+_LINE = re.compile(rf"\d{{4}}-\d\d-\d\d [\d:,]+ [A-Z]+ (?:{'|'.join(_LOGGERS)})[.:]")
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,6 @@ def _ray_job_id(config: str) -> str | None:
     except (ValueError, KeyError, TypeError):
         return None
     return submission_id if isinstance(submission_id, str) else None
-
-
-_LOGGERS = ("raypp", "serve_app")
-_LINE = re.compile(rf"\d{{4}}-\d\d-\d\d [\d:,]+ [A-Z]+ (?:{'|'.join(_LOGGERS)})[.:]")
 
 
 def log_to_stderr() -> None:

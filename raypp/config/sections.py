@@ -299,8 +299,8 @@ class FaultsSection(Section):
     step_timeout_s: float = Field(default=60.0, gt=0)
     """Steps in flight without progress on any stage: the pipeline counts as frozen."""
     heartbeat_s: float = Field(default=0.5, gt=0, le=10)
-    """How often driver, stages and clients send each other a heartbeat when there is nothing else to send. A process that
-    is silent for ten heartbeats, and for step_timeout_s, counts as frozen."""
+    """How often driver, stages and clients send each other a heartbeat where there is nothing else to send. A process
+    that is silent for ten heartbeats, and for step_timeout_s, counts as frozen."""
     close_timeout_s: float = Field(default=10.0, gt=0)
     """Orderly shutdown; what is left after that is killed."""
     max_engine_restarts: int = Field(default=3, ge=0, le=1000)

@@ -39,6 +39,12 @@ from raypp.structured_outputs import source_of
 
 _MAX_KEPT_BYTES = 512 << 20
 """Of compiled grammars; the one used last is kept in any case."""
+MASK_TIMEOUT_S = 20.0
+"""A mask takes microseconds. One that takes this long is of a grammar that grows worse with every token."""
+_SLOW_S = 0.005
+"""Masks under a constraint whose last ones took longer are made apart from others."""
+_ADMITTED_AT_ONCE = 64
+"""Requests that `poll` says may run: thousands may wait for the same grammar."""
 
 
 @dataclass(eq=False, slots=True)
@@ -167,16 +173,6 @@ class Constraints:
     def _forget_unused(self, constraint: Constraint) -> None:
         if not constraint.num_texts and not constraint.is_queued:
             self._by_key.pop(constraint.key, None)
-
-
-MASK_TIMEOUT_S = 20.0
-"""A mask takes microseconds. One that takes this long is of a grammar that grows worse with every token."""
-
-_SLOW_S = 0.005
-"""Masks under a constraint whose last ones took longer are made apart from others."""
-
-_ADMITTED_AT_ONCE = 64
-"""Requests that `poll` says may run: thousands may wait for the same grammar."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from raypp.errors import RayppError, StageDiedError
 from raypp.messages import NO_STEP
 
 _MAX_GAP_S = 5.0
+BLAME_S = 0.2
+"""How long after the first report a better one may come."""
 
 
 class AwakeClock:
@@ -123,10 +125,6 @@ class StageHealth:
         if longest_s > self._step_timeout_s / 2 and longest_s > 2 * min(silent_s):
             return silent_s.index(longest_s)
         return self._last_step_ids.index(min(self._last_step_ids))
-
-
-BLAME_S = 0.2
-"""How long after the first report a better one may come."""
 
 
 class Witness(IntEnum):

@@ -29,6 +29,10 @@ from raypp.plan.stage_memory import StageMemory, memory_of_stages, stage_weight_
 from raypp.stage.stage_spec import DraftHeadSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+_LOG = logging.getLogger(__name__)
+_FP8 = "float8_e4m3fn"
+_LEAST_BLOCK = 32
+_TILE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,9 +168,6 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: str) -> str:
     return "float32" if device == "cpu" else model.dtype
 
 
-_LOG = logging.getLogger(__name__)
-
-
 def with_even_routing(config: EngineConfig, model: ModelConfig) -> ModelConfig:
     """Return the model whose tokens choose experts evenly, if that is asked for.
 
@@ -184,9 +185,6 @@ def with_even_routing(config: EngineConfig, model: ModelConfig) -> ModelConfig:
         )
     _LOG.warning("tokens choose their experts evenly, whatever the router says: texts are nonsense")
     return replace(model, experts=replace(model.experts, are_chosen_evenly=True))
-
-
-_FP8 = "float8_e4m3fn"
 
 
 def choose_kv_dtype(config: EngineConfig, model: ModelConfig, hardware: Hardware, *, device: str, dtype: str) -> str:
@@ -213,10 +211,6 @@ def choose_kv_dtype(config: EngineConfig, model: ModelConfig, hardware: Hardware
         )
     wants_fp8 = asked == "fp8" or (asked == "auto" and model.has_fp8_kv_cache)
     return _FP8 if wants_fp8 and is_possible else dtype
-
-
-_LEAST_BLOCK = 32
-_TILE = 64
 
 
 def with_weight_form(

@@ -21,6 +21,14 @@ from raypp.plan.stage_memory import check_one_machine
 REQUEST_LENGTHS = (2048, 8192, 32768)
 """Tokens of the requests that are counted, besides the longest that can be: prompt and output together."""
 _TYPICAL_LENGTH = 8192
+_MAX_STAGES = 64
+_FEWER_SEQS = (128, 64, 32, 16, 8)
+_FEWER_TOKENS = (1024, 512, 256)
+_MOST_UTILIZATION = 0.95
+_SMALL_SEQS, _SMALL_TOKENS = 16, 512
+_SHARED_GPU = {"stage_num_gpus": 0.8, "encoder_num_gpus": 0.2}
+_WORTH_MENTION = 1.1
+"""Times the KV cache that layers per stage by memory must hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,16 +203,6 @@ def _placed(layout: EngineLayout, machines: Sequence[Machine]) -> int:
             expected=f"room for {counted(len(layout.layers), 'stage')}{encoders}, which ask for {sum(shares):g} GPUs",
         )
     return num_machines
-
-
-_MAX_STAGES = 64
-_FEWER_SEQS = (128, 64, 32, 16, 8)
-_FEWER_TOKENS = (1024, 512, 256)
-_MOST_UTILIZATION = 0.95
-_SMALL_SEQS, _SMALL_TOKENS = 16, 512
-_SHARED_GPU = {"stage_num_gpus": 0.8, "encoder_num_gpus": 0.2}
-_WORTH_MENTION = 1.1
-"""Times the KV cache that layers per stage by memory must hold."""
 
 
 @dataclass(frozen=True, kw_only=True)

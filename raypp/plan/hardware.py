@@ -13,6 +13,14 @@ from raypp.config.sections import Placement
 from raypp.errors import ConfigError, install
 
 _FP8_CAPABILITY = (8, 9)
+_MACHINE = re.compile(r"(\d+)\s*x\s*(\d+(?:\.\d+)?)\s*(GB|GiB)", re.IGNORECASE)
+_UNITS = {"gb": 10**9, "gib": 1 << 30}
+_MAX_GPUS = 1024
+_MIN_BYTES, _MAX_BYTES = 10**9, 10**12
+_EXPECTED = "NUMBERxMEMORY, e.g. 4x80GB or 2x22.5GiB; for several machines joined by +, e.g. 2x24GB+2x24GB"
+_CAPABILITY = (8, 9)
+"""Assumed: from it on a draft head keeps weights in 8 bits besides, so that the plan counts them."""
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -97,16 +105,6 @@ def visible_indices(count: int) -> list[int]:
     if visible.strip() and not indices:
         return list(range(count))
     return [index for index in indices if index < count]
-
-
-_MACHINE = re.compile(r"(\d+)\s*x\s*(\d+(?:\.\d+)?)\s*(GB|GiB)", re.IGNORECASE)
-_UNITS = {"gb": 10**9, "gib": 1 << 30}
-_MAX_GPUS = 1024
-_MIN_BYTES, _MAX_BYTES = 10**9, 10**12
-_EXPECTED = "NUMBERxMEMORY, e.g. 4x80GB or 2x22.5GiB; for several machines joined by +, e.g. 2x24GB+2x24GB"
-_CAPABILITY = (8, 9)
-"""Assumed: from it on a draft head keeps weights in 8 bits besides, so that the plan counts them."""
-_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)

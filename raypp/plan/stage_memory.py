@@ -31,6 +31,13 @@ _SHORTEST_REQUEST = 2  # tokens
 _SAMPLER_ROW_BYTES = 4 * MAX_END_TOKENS + (4 + 4) * MAX_BIASED_TOKENS + 4 * MAX_BAD_WORD_SPELLINGS * MAX_BAD_WORD_TOKENS
 _SAMPLER_BITS = 32 + 8 + 1  # by row and token: how often it was generated; whether it is in the prompt, and allowed
 _REPORT_BYTES = 16  # per logit while a step reports log-probabilities: copies, and what torch makes on the way
+_STAGED_BYTES = 32 << 20
+"""What a GPU holds of blocks on their way: enough for a link of 60 GB/s to be busy half a millisecond."""
+_BYTES_PER_PLAN = 256 << 20
+"""What a stage's plan may bring back beside others' steps: 5 ms of that link, about a decode step of an 8B model, and
+mostly beside the steps before."""
+_MOST_OF_MEMORY = 0.85
+"""Of a machine's main memory: it stays locked, and Ray ends processes where more than 95 % is in use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,18 +305,6 @@ def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> i
     table_bytes = num_table_rows * (_SAMPLER_ROW_BYTES + model.vocab_size * _SAMPLER_BITS // 8)
     mask_bytes = most_positions * model.vocab_size // 8
     return max(layer_bytes, logits_bytes) + table_bytes + mask_bytes + draw_bytes(most_positions, model.vocab_size)
-
-
-_STAGED_BYTES = 32 << 20
-"""What a GPU holds of blocks on their way: enough for a link of 60 GB/s to be busy half a millisecond."""
-
-_BYTES_PER_PLAN = 256 << 20
-"""What a stage's plan may bring back beside others' steps: 5 ms of that link, about a decode step of an 8B model, and
-mostly beside the steps before."""
-
-
-_MOST_OF_MEMORY = 0.85
-"""Of a machine's main memory: it stays locked, and Ray ends processes where more than 95 % is in use."""
 
 
 def num_cpu_blocks(config: EngineConfig, block_bytes: Sequence[int]) -> int:

@@ -37,6 +37,7 @@ from raypp.tracing import DRIVER_LANE, Tracer
 from raypp.transport.edges import OpenEdge
 
 _JOIN_TIMEOUT_S = 10.0
+_RESTART_END_S = 30.0
 
 
 class ThreadedLife:
@@ -198,9 +199,6 @@ def _run_stage(
         return  # it told the driver, or the driver told it: the links are aborted when the engine dies
     finally:
         channel.close(delivers=has_last_words)
-
-
-_RESTART_END_S = 30.0
 
 
 def launch_in_threads(

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 _FLAG_STRIDE = 128  # each flag has a cache line of its own: polling it does not slow writes of another
 _SLOT_ALIGNMENT = 512
 _CLOSE_TIMEOUT_S = 5.0
+_STAGE_INDEX = struct.Struct("<i")
+_CREDENTIALS = struct.Struct("3i")  # pid, user, group: `ucred` of Linux
 
 
 @dataclass(frozen=True)
@@ -154,10 +156,6 @@ class IpcRegion:
 
 def _round_up(num_bytes: int) -> int:
     return -(-num_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
-
-
-_STAGE_INDEX = struct.Struct("<i")
-_CREDENTIALS = struct.Struct("3i")  # pid, user, group: `ucred` of Linux
 
 
 class UnmapBarrier:
