@@ -26,8 +26,15 @@ from raypp.actors.deadline import Deadline, in_short, raypp_errors
 from raypp.actors.encoder_actor import EncoderActor
 from raypp.actors.placement import BundlePlace, Placement
 from raypp.actors.processes import ActorProcess, end_processes
-from raypp.driver.encoder_shares import EncodeCall, EncoderShares
-from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, ItemsStored, encoder_sums
+from raypp.driver.item_encoders import (
+    EncodeCall,
+    EncoderShares,
+    ItemEvent,
+    ItemFailed,
+    ItemsDropped,
+    ItemsStored,
+    encoder_sums,
+)
 from raypp.encoder.encoder_spec import EncoderSpec
 from raypp.encoder.item_fault import ItemFault
 from raypp.errors import EncoderDiedError, RayppError

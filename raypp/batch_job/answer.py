@@ -126,7 +126,7 @@ class Answerer:
 
     def _seed_of(self, line: Line) -> int:
         """Return a seed that follows from a line's name: its text is the same in whatever run it falls."""
-        key = f"{self._settings.seed}:{line.custom_id}".encode()
+        key = f"{self._settings.config.model.seed}:{line.custom_id}".encode()
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
 
 

@@ -236,9 +236,3 @@ class Window:
         self._num_requests -= 1
         self._num_bytes -= num_bytes
         self._changed.set()
-
-    async def wait_until_empty(self) -> None:
-        """Wait until all have left."""
-        while self._num_requests:
-            self._changed.clear()
-            await self._changed.wait()

@@ -100,7 +100,7 @@ class CudaDevice:
         return tensor_at(address, num_bytes, self._device)
 
     def wait(self, flag: int, value: int) -> None:
-        """Let the current stream wait until the flag has reached `value` (`flags.has_reached`). Returns at once."""
+        """Let the current stream wait until the flag has reached `value`, modulo 2^32. Returns at once."""
         stream = self._enter_stream()
         self._call("wait on a flag", self._driver.cuStreamWaitValue32, stream, flag, value, self._wait_flags)
 

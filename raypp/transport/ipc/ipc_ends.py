@@ -46,11 +46,6 @@ INITIAL_VALUE = flag_value(NO_STEP)
 """What a flag holds before the first step."""
 
 
-def has_reached(flag: int, value: int) -> bool:
-    """Return whether a wait for `value` ends when the flag holds `flag`, as CUDA decides it."""
-    return (flag - value) % _MODULUS < _MODULUS // 2
-
-
 def far_value(step_id: int) -> int:
     """Return a value that ends every wait for steps near `step_id`, those in flight and those still to come."""
     return flag_value(step_id + _FAR)
