@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -35,21 +35,6 @@ if TYPE_CHECKING:
 _RESTART_END_S = 5.0  # for a restart to notice that the engine is being closed, besides what it ends
 
 logger = logging.getLogger(__name__)
-
-
-def describe_engine(config: EngineConfig) -> dict[str, Any]:
-    """Return the resolved configuration, the plan of layers and memory, and the hardware. Starts nothing.
-
-    Raises:
-        ConfigError, ModelLoadError, ResourceError: it could not run.
-    """
-    hardware = Hardware.of_this_machine()
-    plan = plan_engine(config, hardware)
-    return {
-        "config": plan.resolved_config().model_dump(mode="json"),
-        "plan": plan.describe(),
-        "hardware": asdict(hardware),
-    }
 
 
 def launch_engine(config: EngineConfig, *, stage_factory: StageFactory | None = None) -> EngineHandle:

@@ -39,17 +39,6 @@ _MODULES = ("raypp.stage.build_stage", "raypp.stage.loop", "raypp.encoder.delive
 _MODULES_FOR_GPUS = ("raypp.ops.cuda.cuda_kernels", "raypp.ops.cuda.kernel_token_choice", "flashinfer")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageAddresses:
-    """Where a stage finds the others."""
-
-    own_host: str  # of its node, as its neighbours reach it
-    rendezvous: Rendezvous | None  # where the stages meet; None for a single one
-    plan_address: str
-    result_address: str
-    server_key: bytes | None  # of the step channel
-
-
 @dataclass(frozen=True)
 class NodeShare:
     """What a stage finds out on its own node: the plan was made on another one."""
@@ -118,8 +107,26 @@ class StageActor:
             return self._rendezvous.address
         return None
 
-    def connect(self, addresses: StageAddresses, timeout_s: float) -> StageRecordings:
-        """Open the links to the neighbours and the step channel to the driver; return what was recorded."""
+    def connect(
+        self,
+        timeout_s: float,
+        *,
+        own_host: str,
+        rendezvous: Rendezvous | None,
+        plan_address: str,
+        result_address: str,
+        server_key: bytes | None,
+    ) -> StageRecordings:
+        """Open the links to the neighbours and the step channel to the driver; return what was recorded.
+
+        Args:
+            timeout_s: How long the stages may take to meet.
+            own_host: Of this node, as the neighbours reach it.
+            rendezvous: Where the stages meet; None for a single one.
+            plan_address: Of the driver's step channel.
+            result_address: Of the same.
+            server_key: Of the same.
+        """
         import torch
 
         from raypp.encoder.delivery import ItemReceiver
@@ -137,8 +144,8 @@ class StageActor:
                 self._config,
                 self._model,
                 self._tracer,
-                rendezvous=addresses.rendezvous,
-                own_host=addresses.own_host,
+                rendezvous=rendezvous,
+                own_host=own_host,
                 open_timeout_s=timeout_s,
             )
             self._device = torch.device(self._spec.device)
@@ -147,10 +154,10 @@ class StageActor:
                 self._rendezvous.close()
             channel = StageChannel(
                 self._spec.stage_index,
-                addresses.plan_address,
-                addresses.result_address,
+                plan_address,
+                result_address,
                 num_stages=self._spec.num_stages,
-                server_key=addresses.server_key,
+                server_key=server_key,
             )
             self._connected = stage, channel
         return stage.recordings

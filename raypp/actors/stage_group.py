@@ -14,7 +14,6 @@ import ray
 from raypp.actors.deadline import Deadline, in_short
 from raypp.actors.placement import Placement
 from raypp.actors.processes import ActorProcess
-from raypp.actors.stage_actor import StageAddresses
 from raypp.driver.stage_health import BLAME_S, FailureReports, Witness
 from raypp.errors import DeadlineError, RayppError, StageDiedError
 from raypp.plan.engine_plan import EnginePlan
@@ -78,14 +77,12 @@ class StageGroup:
         """
         connecting = [
             actor.connect.remote(
-                StageAddresses(
-                    own_host=host,
-                    rendezvous=rendezvous,
-                    plan_address=plan_address,
-                    result_address=result_address,
-                    server_key=server_key,
-                ),
                 deadline.remaining_s,
+                own_host=host,
+                rendezvous=rendezvous,
+                plan_address=plan_address,
+                result_address=result_address,
+                server_key=server_key,
             )
             for actor, host, plan_address in zip(self._actors, self._hosts(), plan_addresses, strict=True)
         ]
