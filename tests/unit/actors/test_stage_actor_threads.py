@@ -43,6 +43,6 @@ def test_whichever_thread_builds_has_the_stages_gpu(monkeypatch: pytest.MonkeyPa
     if call == "connect":
         monkeypatch.setattr(actor, "_model", SimpleNamespace())
     addresses = dict[str, Any](own_host="", rendezvous=None, plan_address="", result_address="", server_key=None)
-    arguments = {"prepare": ("127.0.0.1",), "connect": (addresses, WAIT_S)}[call]
+    arguments = {"prepare": {"own_host": "127.0.0.1"}, "connect": {"timeout_s": WAIT_S, **addresses}}[call]
     with ThreadPoolExecutor(1) as thread, pytest.raises(StageIsBuiltError):
-        thread.submit(getattr(actor, call), *arguments).result(WAIT_S)
+        thread.submit(getattr(actor, call), **arguments).result(WAIT_S)
