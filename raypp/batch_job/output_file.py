@@ -1,4 +1,6 @@
-"""A file of answers: lines are only ever appended, by one process at a time, and what is there is what is done.
+"""The two files of a job's answers: of lines that were completed, and of lines that failed.
+
+Lines are only ever appended, by one process at a time, and what is there is what is done.
 
 A line counts when its newline is there. A process that is killed leaves at most one line torn, the last; the next run
 cuts it off. A machine that crashes may lose what was not yet synced; those lines are then computed again.

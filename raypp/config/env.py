@@ -1,4 +1,4 @@
-"""Environment variables: the only place that reads them."""
+"""Environment variables, which are read here only; and where log lines go in a process of raypp's own."""
 
 from __future__ import annotations
 

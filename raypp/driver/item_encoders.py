@@ -1,6 +1,7 @@
 """The driver's interface to encoders: orders go in, embeddings or errors come out, in any order.
 
-The same whether they are actors or run in this process.
+The same whether they are actors or run in this process. `EncoderShares` decides which encoder encodes which item: items
+wait in one queue, and free encoders get shares of equal cost. It knows no actors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""Finds stages that stand still, from what was heard of them and a clock.
+"""Finds stages that stand still, by their heartbeats and a clock; and of several reports of a failure, the cause.
 
 Two rules. Steps are in flight and no stage has finished another one for `step_timeout_s`: the pipeline is frozen. A
 stage has said nothing at all for `silence_timeout_s`, busy or idle: it is frozen, or its machine is gone.
+
+One stage that ends takes the others' waits with it, so several reports come within milliseconds, in any order, from Ray
+and from the stages themselves. The driver waits a moment before it believes one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """What an engine is to be before its KV blocks are counted: device, type, layers, and what else each stage holds.
 
 It can be had also where the memory does not suffice, so that `raypp info` can say what is too large.
+
+A device that cannot multiply the form of the weights (INT4, FP8) holds them in the activations' type; sizes count those
+bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Whether an engine fits its machines, and how many requests it then holds: by the plan that a start would make."""
+"""Whether an engine fits its machines, and how many requests it then holds: by the plan that a start would make.
+
+Where it does not fit, `alternatives` says what would; where it does, `layers_by_memory` and other numbers of stages say
+what would hold more. All of these are planned, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What the machine has that stages will run on."""
+"""What the machine has that stages will run on; or a description of GPUs that are not here: `4x80GB`.
+
+A described GPU has as many bytes as its name says in decimal gigabytes. Cards have up to 7 % more: one sold with 24 GB
+has 24.1 to 25.8 billion bytes. So a plan for a description leaves some memory over, and never promises too much.
+"""
 
 from __future__ import annotations
 

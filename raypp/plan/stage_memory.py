@@ -2,7 +2,8 @@
 
     share of the device = weights + what a step's tensors take + graphs and libraries + KV blocks
 
-There are as many KV blocks as the stage with the fewest holds, since all of them use the same block ids.
+There are as many KV blocks as the stage with the fewest holds, since all of them use the same block ids. If asked for,
+others are kept in the main memory of the stages' machines.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@
 
 The flag of a receiving end holds what was published to it, that of a sending end what was released to it. Neighbours
 know the layout from the edges alone, so they exchange only a handle and an address.
+
+Memory is freed only after all neighbours have unmapped it, see `UnmapBarrier`. A stage that was killed needs to send
+nothing: its socket ends with it. Sockets are in Linux's abstract namespace, so no file is left over; but other users of
+the machine see the names, and may connect. So both ends check whose process the other is.
 """
 
 from __future__ import annotations
