@@ -166,7 +166,7 @@ class RingReceiver(_RingEnd[TransferT]):
             self._posted[slot] = None
         if self._device_slots is None:
             return self._slots[slot]
-        num_bytes = self._num_bytes.pop(step_id)
+        num_bytes = self._num_bytes[step_id]
         self._device_slots[slot, :num_bytes].copy_(self._slots[slot][:num_bytes])
         return self._device_slots[slot]
 
@@ -175,6 +175,7 @@ class RingReceiver(_RingEnd[TransferT]):
         slot = step_id % len(self._slots)
         assert self._steps[slot] == step_id, f"step {step_id} is released; its slot has {self._steps[slot]}"
         assert self._posted[slot] is None, f"step {step_id} is released before it was waited for"
+        self._num_bytes.pop(step_id, None)
         with self._lock:
             self._steps[slot] = NO_STEP
             if self._queued[slot]:
