@@ -204,12 +204,8 @@ class Grammars:
         self._constraints: Constraints = Constraints(backend, compile_timeout_s)
         self._making: dict[MaskJob, _Text] = {}  # the oldest first
         self._news = GrammarNews()
-        self._num_held_back = 0
-
-    @property
-    def num_held_back(self) -> int:
+        self.num_held_back = 0
         """Requests whose grammar is not compiled yet."""
-        return self._num_held_back
 
     @property
     def num_texts(self) -> int:
@@ -228,7 +224,7 @@ class Grammars:
         is_compiled = self._constraints.compiled(constraint) is not None
         text.is_admitted = is_compiled and not self._ready  # those go first
         if not text.is_admitted:
-            self._num_held_back += 1
+            self.num_held_back += 1
             if is_compiled:
                 self._ready.append(text)
             else:
@@ -244,7 +240,7 @@ class Grammars:
         text = self._texts.pop(request, None)
         if text is None:
             return
-        self._num_held_back -= not text.is_admitted
+        self.num_held_back -= not text.is_admitted
         self._constraints.leave(text.constraint, text)
         if text.job is not None:
             del self._making[text.job]
@@ -307,7 +303,7 @@ class Grammars:
             text = self._ready.popleft()
             if text.request in self._texts:
                 text.is_admitted = True
-                self._num_held_back -= 1
+                self.num_held_back -= 1
                 self._news.admitted.append(text.request)
 
     def _open(self, text: _Text) -> None:

@@ -7,7 +7,7 @@ wait in one queue, and free encoders get shares of equal cost. It knows no actor
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -114,7 +114,8 @@ class EncoderShares:
         self._max_call_items = max_call_items
         self._waiting: list[EncoderItem] = []
         self._calls: list[list[EncodeCall]] = [[] for _ in range(num_encoders)]
-        self._up: set[int] = set()
+        self.up: set[int] = set()
+        """The encoders that take calls."""
         self._attempts: Counter[bytes] = Counter()
         self._homes: OrderedDict[bytes, int] = OrderedDict()  # which encoder had an item last, and may have cached it
 
@@ -122,11 +123,6 @@ class EncoderShares:
     def num_waiting(self) -> int:
         """Items that no encoder was given yet."""
         return len(self._waiting)
-
-    @property
-    def up(self) -> Collection[int]:
-        """The encoders that take calls."""
-        return self._up
 
     def calls_of(self, encoder_index: int) -> Sequence[EncodeCall]:
         """Return an encoder's calls under way, the oldest first."""
@@ -138,11 +134,11 @@ class EncoderShares:
 
     def note_up(self, encoder_index: int) -> None:
         """Take in that an encoder takes calls."""
-        self._up.add(encoder_index)
+        self.up.add(encoder_index)
 
     def note_down(self, encoder_index: int) -> list[EncoderItem]:
         """Take in that an encoder died; what it had under way waits again. Return what is not tried any more."""
-        self._up.discard(encoder_index)
+        self.up.discard(encoder_index)
         lost = [item for call in self._calls[encoder_index] for item in call.items]
         self._calls[encoder_index] = []
         # Only what it had begun may be the reason.
@@ -178,7 +174,7 @@ class EncoderShares:
         The oldest items go first. They are shared out over the encoders that are free, the costly ones before the
         others, each to the encoder with the least to do; an item goes to the one that may have it in its cache.
         """
-        free = [index for index in sorted(self._up) if len(self._calls[index]) < MAX_CALLS]
+        free = [index for index in sorted(self.up) if len(self._calls[index]) < MAX_CALLS]
         if not free or not self._waiting:
             return []
         # An idle encoder starts at once; one that is busy gets something to do next only when none is idle.

@@ -51,6 +51,7 @@ class ThreadedLife:
         self._lock = threading.Lock()  # of the following two
         self._watcher: Callable[[RayppError], None] = lambda _: None
         self._death: RayppError | None = None
+        self.start_times = StartTimes()  # not measured
         self._is_closed = False
         self._meeting_place = tempfile.mkdtemp(prefix="raypp-")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -80,11 +81,6 @@ class ThreadedLife:
         self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def start_times(self) -> StartTimes:
-        """Nothing of it was measured."""
-        return StartTimes()
 
     def num_lost_nodes(self) -> int:
         """Return 0: it is on this machine."""
