@@ -11,7 +11,7 @@ from pathlib import Path
 
 from generated_pages import write_or_check
 
-from raypp.cli.fit_text import fit_lines
+from raypp.cli.info import fit_lines
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.fit import REQUEST_LENGTHS, Fit, check_fit, describe_fit
 from raypp.plan.hardware import described_hardware, read_machines

@@ -29,7 +29,7 @@ from raypp.sampling_params import SamplingParams
 from raypp.supervision.supervised_engine import SupervisedEngine
 
 if TYPE_CHECKING:
-    from raypp.plan.tuning import Tuning
+    from raypp.plan.measure import Tuning
     from raypp.stage.build_stage import StageFactory
 
 _RESTART_END_S = 5.0  # for a restart to notice that the engine is being closed, besides what it ends
@@ -234,8 +234,7 @@ def tune_engine(
         ConfigError, ModelLoadError, ResourceError: it cannot run, or not at this size.
         DeadlineError: it took longer than start_timeout_s.
     """
-    from raypp.plan.measure import default_context_len, measure_costs  # with torch
-    from raypp.plan.tuning import tune_partition
+    from raypp.plan.measure import default_context_len, measure_costs, tune_partition  # with torch
 
     deadline = Deadline(config.faults.start_timeout_s)
     plan, hardware, cluster = connect_and_plan(config, deadline)

@@ -15,8 +15,7 @@ from raypp.batch_job.answer import Answer, Answerer, refusal
 from raypp.batch_job.input_file import ScannedInput, bad_lines, scan_input, stream_lines
 from raypp.batch_job.job_settings import JobSettings
 from raypp.batch_job.line import Line
-from raypp.batch_job.manifest import Manifest
-from raypp.batch_job.output_file import AnswerFiles
+from raypp.batch_job.output_file import AnswerFiles, Manifest
 from raypp.batch_job.progress import Progress, Reporter
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError

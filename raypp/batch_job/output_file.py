@@ -1,23 +1,29 @@
-"""The two files of a job's answers: of lines that were completed, and of lines that failed.
+"""The files that a job writes: answers of lines that were completed, errors of lines that failed, and the manifest.
 
 Lines are only ever appended, by one process at a time, and what is there is what is done.
 
 A line counts when its newline is there. A process that is killed leaves at most one line torn, the last; the next run
 cuts it off. A machine that crashes may lose what was not yet synced; those lines are then computed again.
+
+The manifest holds what the answers depend on. A second run of the same command finds it and goes on; a run that would
+answer differently is refused, since one file would then hold answers to two questions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import logging
 import os
 import stat
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +31,11 @@ from pydantic_core import from_json
 
 from raypp.batch_job.answer import Answer
 from raypp.batch_job.input_file import IdIndex, ScannedInput
-from raypp.batch_job.manifest import sync_folder
 from raypp.errors import ConfigError, ResourceError
 
 _LOCK_RETRY_S = 0.1
 _IDS_PER_LOOKUP = 8192
+_VERSION = 2  # of the manifest's format
 
 logger = logging.getLogger(__name__)
 
@@ -300,3 +306,87 @@ class AnswerFiles:
         """Let others in."""
         for file in self._files:
             file.close()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One job."""
+
+    input_sha256: str
+    input_bytes: int
+    num_requests: int
+    settings: Mapping[str, Any]
+    """What the answers depend on, besides the input: flat, plain values."""
+    version: int = _VERSION
+
+    def write(self, path: Path) -> None:
+        """Write it so that after a crash it is there as a whole or not at all.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        temporary = path.with_name(path.name + ".tmp")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                json.dump(asdict(self), file, indent=1, ensure_ascii=False)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            sync_folder(path.parent)
+        except OSError as error:
+            raise ConfigError("the job's manifest cannot be written", got=f"{path}: {error.strerror}") from error
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest | None:
+        """Return the manifest of an earlier run, None if there is none.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(
+                "the manifest of an earlier run cannot be read",
+                got=f"{path}: {error}",
+                hint="name another output, or start anew with --overwrite",
+            ) from error
+
+    def check_same_job(self, earlier: Manifest, path: Path) -> None:
+        """Compare with the manifest of an earlier run.
+
+        Raises:
+            ConfigError: that was another job; what differs is named.
+        """
+        differences = []
+        if earlier.version != self.version:
+            differences.append(f"format of the manifest: {earlier.version} then, {self.version} now")
+        if earlier.input_sha256 != self.input_sha256:
+            differences.append(
+                f"the input: {earlier.num_requests} requests in {earlier.input_bytes} bytes then, "
+                f"{self.num_requests} in {self.input_bytes} now, sha256 {earlier.input_sha256[:12]}... "
+                f"then, {self.input_sha256[:12]}... now"
+            )
+        for name in sorted({*earlier.settings, *self.settings}):
+            then, now = earlier.settings.get(name), self.settings.get(name)
+            if then != now:
+                differences.append(f"{name}: {then!r} then, {now!r} now")
+        if differences:
+            raise ConfigError(
+                "the output was written by a job with other settings",
+                got="; ".join(differences),
+                expected=f"what {path} says",
+                hint="run the old command, name another output, or start anew with --overwrite",
+            )
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renamed and new files in a folder survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raypp.cli.fit_text import fit_lines
+from raypp.cli.info import fit_lines
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.fit import describe_fit
 from raypp.plan.hardware import read_machines
