@@ -381,45 +381,32 @@ def gcs_waits_can_end(is_wanted: Callable[[], bool]) -> Iterator[None]:
     """
     look: Callable[..., int] | None = getattr(node, _PORT, None)
 
-    def wait_for_port(*place: Any, timeout_ms: float = _PORT_S * 1000, **others: Any) -> int:
-        assert look is not None  # else Ray does not call this
-        ends_s = time.monotonic() + timeout_ms / 1000
+    def repeat(attempt: Callable[[], Any], not_yet: type[Exception], timeout_s: float) -> Any:
+        ends_s = time.monotonic() + timeout_s
         while True:
-            _check(is_wanted)
+            if not is_wanted():
+                raise _UnwantedError("this start of Ray is no longer wanted")
             try:
-                return look(*place, timeout_ms=0, **others)
-            except RuntimeError:  # the file with it is not there yet
+                return attempt()
+            except not_yet:
                 if time.monotonic() >= ends_s:
                     raise
             time.sleep(_POLL_S)
 
-    def get(key: str | bytes, *, namespace: str | bytes | None = None) -> bytes | None:
-        ends_s = time.monotonic() + _GET_S
-        while True:
-            _check(is_wanted)
-            try:
-                client: Any = internal_kv.global_gcs_client
-                value: bytes | None = client.internal_kv_get(_bytes(key), _bytes(namespace), timeout=_ANSWER_S)
-                return value
-            except RpcError:
-                if time.monotonic() >= ends_s:
-                    raise
-            time.sleep(_POLL_S)
+    def wait_for_port(*place: Any, timeout_ms: float = _PORT_S * 1000, **others: Any) -> Any:
+        assert look is not None  # else Ray does not call this
+        return repeat(lambda: look(*place, timeout_ms=0, **others), RuntimeError, timeout_ms / 1000)  # no file yet
+
+    def get(key: str | bytes, *, namespace: str | bytes | None = None) -> Any:
+        store: Any = internal_kv  # its client may change meanwhile
+        names = [name.encode() if isinstance(name, str) else name for name in (key, namespace)]
+        return repeat(lambda: store.global_gcs_client.internal_kv_get(*names, timeout=_ANSWER_S), RpcError, _GET_S)
 
     with ExitStack() as patches:
         for module, name, function in ((node, _PORT, wait_for_port), (internal_kv, _GET, get)):
             if hasattr(module, name):  # not every version of Ray has each
                 patches.enter_context(patch.object(module, name, function))
         yield
-
-
-def _check(is_wanted: Callable[[], bool]) -> None:
-    if not is_wanted():
-        raise _UnwantedError("this start of Ray is no longer wanted")
-
-
-def _bytes(text: str | bytes | None) -> bytes | None:
-    return text.encode() if isinstance(text, str) else text
 
 
 def leave_ray_alone() -> None:
