@@ -21,7 +21,7 @@ from ray import serve
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 
-from raypp.driver.encoder_shares import EncodeCall, EncoderShares
+from raypp.driver.item_encoders import EncodeCall, EncoderShares
 from raypp.errors import EncoderDiedError, QueueFullError, RayppError
 from raypp.prompt_items import EncoderItem, unique_items
 

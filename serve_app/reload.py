@@ -8,8 +8,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from raypp.config.engine_change import changed_settings
-from raypp.config.engine_config import EngineConfig
+from raypp.config.engine_config import EngineConfig, changed_settings
 from raypp.errors import RayppError
 
 ENGINE = "engine"

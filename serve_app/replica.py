@@ -17,8 +17,8 @@ from ray.serve.handle import DeploymentHandle
 from raypp.api.async_llm import AsyncLLM
 from raypp.api.launch import freeze_start
 from raypp.config.engine_config import EngineConfig
+from raypp.config.env import log_to_stderr
 from raypp.config.http_settings import HttpSettings
-from raypp.config.log import log_to_stderr
 from raypp.errors import RayppError
 from serve_app.context import Question
 from serve_app.encoder import ServedPictures

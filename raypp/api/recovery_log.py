@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from raypp.supervision.recovery import Recovery
+from raypp.supervision.supervisor import Recovery
 
 _log = logging.getLogger(__name__)
 

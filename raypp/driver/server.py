@@ -42,10 +42,9 @@ from raypp.client_messages import (
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.draft_log import DraftLog
 from raypp.driver.engine_loop import Engine
-from raypp.driver.failure_reports import BLAME_S, FailureReports, Witness
 from raypp.driver.open_requests import OpenRequests
 from raypp.driver.outbox import Outbox
-from raypp.driver.stage_health import StageHealth
+from raypp.driver.stage_health import BLAME_S, FailureReports, StageHealth, Witness
 from raypp.errors import QueueFullError, RayppError, RequestError
 from raypp.scheduler.request import Request, RequestUpdate
 from raypp.types import FinishReason
