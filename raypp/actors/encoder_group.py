@@ -35,8 +35,7 @@ from raypp.driver.item_encoders import (
     ItemsStored,
     encoder_sums,
 )
-from raypp.encoder.encoder_spec import EncoderSpec
-from raypp.encoder.item_fault import ItemFault
+from raypp.encoder.protocol import EncoderSpec, ItemFault
 from raypp.errors import EncoderDiedError, RayppError
 from raypp.plan.engine_plan import EnginePlan
 from raypp.prompt_items import EncoderItem

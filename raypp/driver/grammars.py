@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from raypp.errors import RayppError, RequestError
-from raypp.grammar.compile import kind_and_value, refused
-from raypp.grammar.compiled_grammar import CompiledGrammar
+from raypp.grammar.compile import CompiledGrammar, kind_and_value, refused
 from raypp.grammar.grammar_threads import (
     MAX_COMPILERS,
     Advance,
