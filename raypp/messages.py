@@ -79,12 +79,6 @@ class StepPlan:
     # How long the last stage may hold the step up for the masks of rows under a grammar; nobody else is to be kept.
     max_mask_wait_us: int = 0
 
-    @property
-    def num_drafting_tokens(self) -> int:
-        """Tokens whose hidden states a draft head must see."""
-        counts = self.num_scheduled_tokens
-        return int((counts[self.drafting] if len(self.drafting) else counts).sum())
-
 
 @dataclass(frozen=True, eq=False)
 class BlockCopies:
@@ -224,9 +218,9 @@ class Unrecorded(IntEnum):
 class StepForm(IntEnum):
     """How a stage ran the layers of a step."""
 
-    CALLED = 0  # operation by operation
-    PIECES = 1  # recorded, but for attention
-    RECORDED = 2  # one recording
+    EAGER = 0  # operation by operation
+    PIECEWISE = 1  # CUDA graphs, but for attention
+    FULL_GRAPH = 2  # one CUDA graph
 
 
 @dataclass(frozen=True, eq=False)

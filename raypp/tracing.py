@@ -55,7 +55,7 @@ class ForwardCounter:
         """Whether there were forwards since the last report that got through."""
         return self._num_told != self._num_steps
 
-    def add(self, step_id: int, start_ns: int, end_ns: int, form: StepForm = StepForm.CALLED) -> None:
+    def add(self, step_id: int, start_ns: int, end_ns: int, form: StepForm = StepForm.EAGER) -> None:
         """Count one forward."""
         self._busy_ns += end_ns - start_ns
         self._new.append((step_id, start_ns, end_ns, form))
@@ -106,7 +106,7 @@ class Tracer:
         self._max_events = max_events
         self._events: list[TraceEvent] = []
 
-    def record(self, name: str, step_id: int, start_ns: int, end_ns: int, form: StepForm = StepForm.CALLED) -> None:
+    def record(self, name: str, step_id: int, start_ns: int, end_ns: int, form: StepForm = StepForm.EAGER) -> None:
         """Remember that `name` was done for a step, a forward with its form; of too many the oldest half goes."""
         if name is FORWARD:
             self.forwards.add(step_id, start_ns, end_ns, form)

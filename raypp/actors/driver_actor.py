@@ -125,7 +125,7 @@ class DriverActor:
         )
         predictor = self._plan.step_predictor()
         self._pipeline = ChannelPipeline(channel, health, failures, predictor)
-        self._pipeline.activity.note_recordings([of_stage.describe() for of_stage in recordings])
+        self._pipeline.activity.note_graphs([of_stage.describe() for of_stage in recordings])
         scheduler = Scheduler(self._plan.scheduler_limits(), self._plan.draft_policy(), predictor)
         self._server = DriverServer(
             Engine(

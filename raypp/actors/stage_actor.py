@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from raypp.stage.stage import Stage
     from raypp.stage.stage_model import StageModel
     from raypp.stage.stage_spec import StageSpec
-    from raypp.stage.step_sizes import StageRecordings, StepSizes
+    from raypp.stage.step_sizes import StageGraphs, StepSizes
     from raypp.step_channel import StageChannel
     from raypp.transport.link_choice import StagePlace
     from raypp.transport.rendezvous import Rendezvous, RendezvousServer
@@ -121,7 +121,7 @@ class StageActor:
             return self._rendezvous.address
         return None
 
-    def connect(self, addresses: StageAddresses, timeout_s: float) -> StageRecordings:
+    def connect(self, addresses: StageAddresses, timeout_s: float) -> StageGraphs:
         """Open the links to the neighbours and the step channel to the driver; return what was recorded."""
         import torch
 
@@ -156,7 +156,7 @@ class StageActor:
                 server_key=addresses.server_key,
             )
             self._connected = stage, channel
-        return stage.recordings
+        return stage.graphs
 
     def pad_to(self, sizes: StepSizes) -> None:
         """Pad steps to these sizes, which all stages have."""

@@ -42,7 +42,7 @@ class Forward(NamedTuple):
     cohort: int
     num_rows: int
     num_tokens: int
-    form: int = StepForm.CALLED
+    form: int = StepForm.EAGER
     work: StepWork = StepWork()
     predicted_us: int = 0
     """How long it was expected to take; 0 where nobody said."""

@@ -71,8 +71,8 @@ class StageActivity:
         running_ns = time.monotonic_ns() - self._active_since_ns if self._num_in_flight else 0
         return (self._active_ns + running_ns) / 1e9
 
-    def note_recordings(self, of_stages: Sequence[dict[str, dict[str, float]]]) -> None:
-        """Take in what the stages' CUDA graphs cost: by mode, see `raypp.graphs.graph_manager.RecordingCost`."""
+    def note_graphs(self, of_stages: Sequence[dict[str, dict[str, float]]]) -> None:
+        """Take in what the stages' CUDA graphs cost: by mode, see `raypp.graphs.graph_manager.GraphCost`."""
         for stage, recordings in zip(self._stages, of_stages, strict=True):
             stage.graphs = recordings
 

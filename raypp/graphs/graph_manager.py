@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from raypp.graphs.cost import RecordingCost
+from raypp.graphs.cost import GraphCost
 from raypp.graphs.cuda_graphs import CudaGraphs
 from raypp.graphs.debug import NOTHING_WATCHED, Recording, ReplayCheck, Watched
 from raypp.graphs.memory_meter import MemoryMeter
@@ -50,7 +50,7 @@ class CudaGraphManager:
         self._recordings: dict[Hashable, Recording] = {}
         self._programs: dict[Hashable, Program] = {}  # where there are no graphs
         self._meters: dict[str, MemoryMeter] = {}
-        self.costs: dict[str, RecordingCost] = {}
+        self.costs: dict[str, GraphCost] = {}
         """By mode."""
 
     @contextmanager
@@ -189,9 +189,9 @@ class CudaGraphManager:
                 self._max_bytes / 2**30,
             )
 
-    def _account(self, mode: str) -> tuple[RecordingCost, MemoryMeter]:
+    def _account(self, mode: str) -> tuple[GraphCost, MemoryMeter]:
         if mode not in self.costs:
-            self.costs[mode], self._meters[mode] = RecordingCost(), MemoryMeter(self._maker)
+            self.costs[mode], self._meters[mode] = GraphCost(), MemoryMeter(self._maker)
         return self.costs[mode], self._meters[mode]
 
 

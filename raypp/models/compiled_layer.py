@@ -11,7 +11,7 @@ import time
 import torch
 
 from raypp.graphs.compiled import CompiledFunction
-from raypp.graphs.cost import RecordingCost
+from raypp.graphs.cost import GraphCost
 from raypp.models.decoder import DecoderLayer, DecoderModel
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.rotary import Rotation
@@ -79,7 +79,7 @@ def compile_layers(model: DecoderModel, max_tokens: int, backend: str) -> None:
     """
     fewest_tokens = model.kernels.library_from_tokens
     if max_tokens < fewest_tokens:
-        model.costs["compile"] = RecordingCost()
+        model.costs["compile"] = GraphCost()
         return
     started = time.perf_counter()
     sizes = (model.hidden_size, model.attention_size)
@@ -92,7 +92,7 @@ def compile_layers(model: DecoderModel, max_tokens: int, backend: str) -> None:
         if dense is not None:
             after = CompiledFunction(_after, dense, (hidden, attended), **sizes_of_steps, backend=backend)
     num_compiled = before.num_compiled + (0 if after is None else after.num_compiled)
-    cost = RecordingCost(num_compiled, time.perf_counter() - started)
+    cost = GraphCost(num_compiled, time.perf_counter() - started)
     _LOG.info(
         "%s compiled what is before and after attention, for steps of %d to %d tokens, in %.1f s",
         backend,

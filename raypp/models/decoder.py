@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.graphs.cost import RecordingCost
+from raypp.graphs.cost import GraphCost
 from raypp.models.config import EMBEDDING, LM_HEAD, ModelConfig
 from raypp.models.draft_head import DraftHead
 from raypp.models.layer import TransformerLayer
@@ -116,7 +116,7 @@ class DecoderModel:
         """On the last stage, once `attach_draft_head` has been called."""
         self.taps: dict[int, torch.Tensor] = {}
         """By depth, the residual stream of the last forward after so many layers, [max_tokens, H]; it never moves."""
-        self.costs: dict[str, RecordingCost] = {}
+        self.costs: dict[str, GraphCost] = {}
         """What `raypp.models.compiled_layer.compile_layers` took, as `compile`."""
         if head_support is not None:
             for depth in head_support.tap_depths:

@@ -34,16 +34,6 @@ class CpuKv(Protocol):
         """Note that all of the step is queued."""
 
 
-class NoCpuKv:
-    """For stages without such blocks."""
-
-    def before_step(self, plan: StepPlan) -> None:
-        """Nothing is ordered."""
-
-    def after_step(self, plan: StepPlan) -> None:
-        """Nobody asks."""
-
-
 class HostCpuKv:
     """For a stage on a CPU: copies are done when the call returns.
 
@@ -130,8 +120,8 @@ class _Batch:
         return max(0, round(milliseconds * 1e6))
 
 
-def open_cpu_kv(spec: StageSpec, kv_caches: Sequence[torch.Tensor], counter: ForwardCounter) -> CpuKv:
-    """Return what copies a stage's blocks to CPU memory and back.
+def open_cpu_kv(spec: StageSpec, kv_caches: Sequence[torch.Tensor], counter: ForwardCounter) -> CpuKv | None:
+    """Return what copies a stage's blocks to CPU memory and back; None: no blocks are kept there.
 
     Args:
         spec: Which stage.
@@ -142,7 +132,7 @@ def open_cpu_kv(spec: StageSpec, kv_caches: Sequence[torch.Tensor], counter: For
         ResourceError: the machine has not so much memory to spare.
     """
     if not spec.num_cpu_blocks:
-        return NoCpuKv()
+        return None
     stores = [open_block_store(caches, spec.num_cpu_blocks, spec.num_staged_blocks) for caches in kv_caches]
     device = torch.device(spec.device)
     if device.type != "cuda":

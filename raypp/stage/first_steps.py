@@ -20,7 +20,7 @@ from raypp.errors import ResourceError
 from raypp.messages import NULL_BLOCK
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
-from raypp.ops.row_tokens import NewTokens
+from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.tables import Needs
 from raypp.stage.sampler import Sampler
 from raypp.stage.stage_model import StageModel
@@ -118,7 +118,8 @@ def _choose(spec: StageSpec, sampler: Sampler) -> None:
     written = torch.full_like(rows, spec.scrap_row)
     for needs in (Needs.GREEDY, Needs.DRAW | Needs.TRUNCATE, Needs.CHANGES, Needs.ALL):
         chosen = sampler.choose(logits, rows, positions, needs)
-        sampler.remember(NewTokens(written, positions, chosen.to(torch.int32).unsqueeze(1)), needs, counts=True)
+        if needs & Needs.HISTORY:
+            sampler.remember(StepTokens(written, positions, chosen.to(torch.int32).unsqueeze(1)), counts=True)
     sampler.report(logits, rows, chosen)
 
 

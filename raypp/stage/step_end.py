@@ -1,4 +1,4 @@
-"""The end of a step on the last stage: tokens are chosen, drafts verified, the first stage and the driver told."""
+"""The end of a step on the last stage: choose tokens, verify drafts, write the feedback."""
 
 from __future__ import annotations
 
@@ -8,28 +8,16 @@ from typing import NamedTuple
 
 import torch
 
-from raypp.messages import StepPlan
-from raypp.ops.row_tokens import NewTokens, RowTokens
+from raypp.ops.row_tokens import RowTokens, StepTokens
 from raypp.ops.sample.step_masks import StepMasks
 from raypp.ops.sample.tables import Needs
-from raypp.specdec.proposer import StepHidden
 from raypp.stage.grammar_masks import GrammarMasks, body_mark
 from raypp.stage.sampler import Sampler
 from raypp.stage.speculation import Search, Speculation
-from raypp.stage.step_result import StepTokens, ToldTokens, write_feedback
-from raypp.stage.step_shape import StepShape
+from raypp.stage.step_batch import StepBatch
+from raypp.stage.step_layers import LastHidden
+from raypp.stage.step_result import PackedResult, write_feedback
 from raypp.starting_rows import StartingRows
-
-_MAX_KEPT = 64
-
-
-@dataclass(frozen=True, eq=False)
-class LastHidden:
-    """What the layers of the last stage gave. N tokens have a successor to be chosen."""
-
-    logits: torch.Tensor  # [N, V]
-    positions: torch.Tensor  # [N] int64, of the tokens that are chosen
-    hidden: StepHidden  # of all tokens of the step
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,20 +34,20 @@ class EndOutputs(NamedTuple):
 
     chosen: torch.Tensor  # [N] int64, the model's own token at every position
     tokens: StepTokens  # what the rows yield
-    told: ToldTokens  # the same for the driver
+    result: PackedResult  # the same for the driver
 
 
 class StepEnd:
-    """Samples every position, verifies drafts, and tells the first stage and the driver. Never waits for the device.
+    """Samples every position, verifies drafts, and writes the feedback. Never waits for the device.
 
-    Steps that are called and steps that are recorded end the same way. What they differ in is who proposes the next
-    drafts, and where the message to the first stage lies.
+    Eager steps and full graphs end the same way. What they differ in is what proposes the next drafts, and where the
+    message to the first stage lies.
 
     Args:
         tokens: Of all rows.
         sampler: Likewise.
         grammars: Likewise.
-        speculation: None when nobody drafts.
+        speculation: None without drafts.
         device: The stage's.
     """
 
@@ -75,35 +63,32 @@ class StepEnd:
         self.sampler = sampler
         self.grammars = grammars
         self.speculation = speculation
-        self._device = device
-        self._needs: dict[StepShape, Needs] = {}  # of steps that only decode, until rows start
+        self._mark_body = body_mark(device)
 
     def start(self, starting: StartingRows) -> None:
         """Take over rows that start."""
-        self._needs.clear()
-        if self.speculation is not None or starting.extras is not None:  # else nobody looks back
+        if self.speculation is not None or starting.extras is not None:  # else no step looks back
             self._tokens.start(starting.plan)
         self.sampler.start(starting)
         self.grammars.start(starting)
         if self.speculation is not None:
-            self.speculation.start(starting)
+            self.speculation.tables.start(starting)
 
-    def inputs(self, plan: StepPlan, shape: StepShape, num_yielding: int, num_positions: int) -> EndInputs:
-        """Return what a step's end is to do; called once for each. Waits for masks as long as the plan allows.
-
-        Args:
-            plan: The step.
-            shape: Its rows, without padding.
-            num_yielding: Rows that yield, and padding.
-            num_positions: Positions at which tokens are chosen, and padding.
-        """
-        masks = self.grammars.of_step(plan, shape, num_yielding, num_positions, body_mark(self._device))
-        search = Search() if self.speculation is None else self.speculation.search_of(plan)
-        return EndInputs(self._needs_of(shape), search, masks)
+    def inputs(self, batch: StepBatch) -> EndInputs:
+        """Return what a step's end is to do; called once for each. Waits for masks as long as the plan allows."""
+        needs, masks = batch.needs, None
+        if needs is None:
+            needs = batch.needs = self.sampler.rows.needs(batch.logits_rows_np)
+        if Needs.GRAMMAR in needs:
+            masks = self.grammars.of_step(batch, self._mark_body)
+        elif not self.grammars.is_neutral:
+            self.grammars.make_neutral()
+        search = Search() if self.speculation is None else self.speculation.search_of(batch.plan)
+        return EndInputs(needs, search, masks)
 
     def run(
         self,
-        shape: StepShape,
+        batch: StepBatch,
         last: LastHidden,
         inputs: EndInputs,
         feedback: dict[str, torch.Tensor],
@@ -112,46 +97,33 @@ class StepEnd:
         """End a step.
 
         Args:
-            shape: The step.
+            batch: The step.
             last: What the layers gave.
             inputs: What to do.
             feedback: The message to the first stage, to be written.
-            draft: Returns the tokens with the next drafts; None when nobody drafts.
+            draft: Returns the tokens with the next drafts; None without speculation.
         """
         needs, masks, sampler, speculation = inputs.needs, inputs.masks, self.sampler, self.speculation
-        self._place_drafts(shape, last, needs)
+        looks_back, width, rows = bool(needs & Needs.HISTORY), batch.query_len, batch.rows_of_logits()
+        if looks_back and speculation is not None and width > 1:
+            # Every position is to see the drafts in front of it.
+            decode = slice(0, batch.num_decode_rows * width, width)
+            drafts = StepTokens(rows[decode], last.positions[decode], speculation.drafts(batch))
+            sampler.remember(drafts, counts=False)
         of_positions = None if masks is None else masks.of_positions
-        chosen = sampler.choose(last.logits, shape.rows_of_logits(), last.positions, needs, of_positions)
-        token_ids = chosen.to(torch.int32)  # the driver is told of those below 0; all others take them for token 0
+        chosen = sampler.choose(last.logits, rows, last.positions, needs, of_positions)
+        token_ids = chosen.to(torch.int32)  # below 0 where logits are not finite: only the driver sees those
         if speculation is None:
-            tokens = StepTokens.one_each(token_ids, last.positions)
+            reported, positions = token_ids.unsqueeze(1), last.positions
+            yielded = (batch.sampled_rows, positions, reported.clamp(min=0))
+            tokens = StepTokens(*yielded, lengths=positions + 1, reported_ids=reported)
         else:
-            tokens = speculation.verify(shape, token_ids, last.positions, inputs.search)
+            tokens = speculation.verify(batch, token_ids, last.positions, inputs.search)
         if masks is not None:
-            draft_ids = None if speculation is None else speculation.tables.draft_ids
-            tokens = sampler.hold(shape.sampled_rows, tokens, masks, draft_ids)
-        kept = NewTokens(shape.sampled_rows, tokens.positions, tokens.token_ids, tokens.num_valid)
-        sampler.remember(kept, needs, counts=True)
+            tokens = sampler.hold(tokens, masks, None if speculation is None else speculation.tables.draft_ids)
+        if looks_back:
+            sampler.remember(tokens, counts=True)
         if draft is not None:
             tokens = draft(tokens)
-        write_feedback(feedback, shape, tokens)
-        return EndOutputs(chosen.clamp(min=0), tokens, ToldTokens.of(tokens, tells_drafts=masks is not None))
-
-    def _needs_of(self, shape: StepShape) -> Needs:
-        """Return what a step's rows ask for; of steps that repeat, found out once."""
-        needs = self._needs.get(shape)
-        if needs is None:
-            needs = self.sampler.rows.needs(shape.logits_rows_np)
-            if shape.num_decode_rows == shape.num_rows:
-                if len(self._needs) >= _MAX_KEPT:
-                    self._needs.clear()
-                self._needs[shape] = needs
-        return needs
-
-    def _place_drafts(self, shape: StepShape, last: LastHidden, needs: Needs) -> None:
-        """Let every position see the drafts in front of it, for needs that depend on what was generated before."""
-        width = shape.decode_query_len
-        if self.speculation is not None and width > 1 and needs.history:
-            decode = slice(0, shape.num_decode_rows * width, width)
-            drafts = NewTokens(shape.rows_of_logits()[decode], last.positions[decode], self.speculation.drafts(shape))
-            self.sampler.remember(drafts, needs, counts=False)
+        write_feedback(feedback, batch, tokens)
+        return EndOutputs(chosen.clamp(min=0), tokens, PackedResult.of(tokens, has_drafts=masks is not None))

@@ -71,7 +71,7 @@ def build_local_stages(
         kv_caches = allocate_kv_caches(spec, config)
         graphs = None if make_graphs is None else make_graphs(spec)
         stages.append(LocalStage(Stage(spec, model, kv_caches, of_stage, schemas, silent, graphs), kv_caches))
-    sizes = StepSizes.common([local.stage.recordings.sizes for local in stages])
+    sizes = StepSizes.common([local.stage.graphs.sizes for local in stages])
     for local in stages:
         local.stage.pad_to(sizes)
     return stages

@@ -138,10 +138,10 @@ class ThreadedLife:
             Stage(spec, model, allocate_kv_caches(spec, plan.model), links, schemas, tracer)
             for spec, model, links, tracer in zip(specs, models, self._links, tracers, strict=True)
         ]
-        sizes = StepSizes.common([stage.recordings.sizes for stage in stages])
+        sizes = StepSizes.common([stage.graphs.sizes for stage in stages])
         for stage in stages:
             stage.pad_to(sizes)
-        self._pipeline.activity.note_recordings([stage.recordings.describe() for stage in stages])
+        self._pipeline.activity.note_graphs([stage.graphs.describe() for stage in stages])
 
         def loop(index: int) -> Callable[[], None]:
             address = driver.stage_addresses[index]

@@ -38,7 +38,7 @@ from raypp.ops.kv_cache import FP8
 from raypp.ops.quantize import quantize_rows
 from raypp.ops.routing import Routing, choose_experts
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
-from raypp.ops.row_tokens import NO_TOKEN, NewTokens, RowTokens
+from raypp.ops.row_tokens import NO_TOKEN, RowTokens, StepTokens
 from raypp.ops.sample.adjust import adjusted
 from raypp.ops.sample.draw import mask_truncated, sample, sample_greedy
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
@@ -796,7 +796,7 @@ def check_adjust(num_rows: int, num_drafts: int, vocab_size: int) -> None:
     for row, length in enumerate(lengths):
         known = np.array([rng.randrange(5) for _ in range(length)], np.int32)
         for of in (history, expected_history):
-            new = NewTokens(*(torch.tensor(values, device=DEVICE) for values in ([row], [0], [known.tolist()])))
+            new = StepTokens(*(torch.tensor(values, device=DEVICE) for values in ([row], [0], [known.tolist()])))
             of.tokens.write(new)
             of.start(row, known, rng.randint(1, length) if of is history else length, counts=True)
     for name in ("output_counts", "in_prompt"):
@@ -808,7 +808,7 @@ def check_adjust(num_rows: int, num_drafts: int, vocab_size: int) -> None:
         first = torch.tensor([lengths[row] for row in rows_of_step], device=DEVICE)
         drafts = torch.tensor([[rng.randrange(5) for _ in range(num_drafts)] for _ in rows_of_step], device=DEVICE)
         if num_drafts:
-            of_rows = NewTokens(rows, first, drafts)
+            of_rows = StepTokens(rows, first, drafts)
             remember(of_rows, tables.needs, history, kernels.device, counts=False)
             expected_history.remember(of_rows, counts=False)
         at_rows = rows.repeat_interleave(width)
@@ -831,7 +831,7 @@ def check_adjust(num_rows: int, num_drafts: int, vocab_size: int) -> None:
         yielded = torch.tensor([[rng.randrange(5) for _ in range(width)] for _ in rows_of_step], device=DEVICE)
         kept = [rng.randint(0, width) for _ in rows_of_step]
         num_valid = torch.tensor(kept, dtype=torch.int32, device=DEVICE)
-        of_rows = NewTokens(rows, first, yielded, num_valid)
+        of_rows = StepTokens(rows, first, yielded, num_valid)
         remember(of_rows, tables.needs, history, kernels.device, counts=True)
         expected_history.remember(of_rows, counts=True)
         for row, count in zip(rows_of_step, kept, strict=True):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from raypp.ops.cuda.kernel_launch import Device, start
-from raypp.ops.row_tokens import NO_TOKEN, NewTokens
+from raypp.ops.row_tokens import NO_TOKEN, StepTokens
 from raypp.ops.sample.adjust import BANNED
 from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Asked, Needs
 from raypp.ops.sample.token_history import TokenHistory
@@ -103,7 +103,7 @@ class LogitAdjuster:
         return AdjustedLogits(logits, self._changed, self._is_changed)
 
 
-def remember(tokens: NewTokens, needs: torch.Tensor, history: TokenHistory, device: Device, *, counts: bool) -> None:
+def remember(tokens: StepTokens, needs: torch.Tensor, history: TokenHistory, device: Device, *, counts: bool) -> None:
     """Write tokens to the history of rows that need it; see `raypp.ops.sample.token_choice.TokenChoice.remember`."""
     rows, positions, num_valid, width = tokens.rows, tokens.positions, tokens.num_valid, tokens.token_ids.shape[1]
     if not len(rows):

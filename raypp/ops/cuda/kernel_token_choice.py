@@ -9,7 +9,7 @@ from raypp.ops.cuda.draw_kernels import TokenChooser
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.logprobs_kernel import Reporter
 from raypp.ops.cuda.verify_kernels import hold
-from raypp.ops.row_tokens import NewTokens
+from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS
 from raypp.ops.sample.logprobs import TopLogprobs
 from raypp.ops.sample.tables import AdjustedLogits, Asked
@@ -39,7 +39,7 @@ class KernelTokenChoice(TokenChooser):
             self._adjuster = LogitAdjuster(most, logits.shape[1], self._device)
         return self._adjuster.adjust(logits, asked)
 
-    def remember(self, tokens: NewTokens, needs: torch.Tensor, history: TokenHistory, *, counts: bool) -> None:
+    def remember(self, tokens: StepTokens, needs: torch.Tensor, history: TokenHistory, *, counts: bool) -> None:
         """Write tokens to the history of rows that need it."""
         remember(tokens, needs, history, self._device, counts=counts)
 

@@ -29,7 +29,7 @@ def adjusted(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
     """
     rows, positions, tables, history = asked.rows, asked.positions, asked.tables, asked.history
     needs, widths, masks = asked.needs, asked.widths, asked.masks
-    if not needs.changes and masks is None:
+    if not needs & Needs.CHANGES and masks is None:
         return logits
     logits = logits.to(torch.float32, copy=True)
     if Needs.BIAS in needs:

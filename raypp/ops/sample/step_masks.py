@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.tables import PositionMasks
 
 FREE = -1
@@ -26,35 +27,29 @@ class StepMasks:
     of_positions: PositionMasks
 
 
-@dataclass(frozen=True, eq=False)
-class YieldedTokens:
-    """What rows yield before masks are looked at. `hold` changes tokens, and how many of them count, in place."""
-
-    rows: torch.Tensor  # [Y] int64
-    positions: torch.Tensor  # [Y] int64, of each row's first token, with any stride
-    token_ids: torch.Tensor  # [Y, 1 + K] int32 contiguous
-    num_valid: torch.Tensor  # [Y] int32
-    compared: tuple[torch.Tensor, ...] = ()  # numbers of drafts that were compared, and that matched; [Y] int32 each
-    draft_ids: torch.Tensor | None = None  # [max_num_seqs, K or more] int32, the drafts by row; None: K is 0
-
-
-def hold(tokens: YieldedTokens, masks: StepMasks, last: torch.Tensor) -> torch.Tensor:
+def hold(
+    tokens: StepTokens, masks: StepMasks, table: torch.Tensor, draft_table: torch.Tensor | None = None
+) -> torch.Tensor:
     """Let each row keep at most as many tokens as it has masks for; return the rows' lengths, int64 [Y].
 
-    A row that keeps none gets its last token as the first that it yields, where others look for its last one.
+    A row that keeps none gets its last token as the first that it yields, where others look for its last one. Changes
+    the tokens, `num_valid`, which must be there, and the numbers of drafts in place.
 
-    Shapes: last [max_num_seqs, H] int32, the tokens of rows; see `raypp.ops.row_tokens`.
+    Shapes: table [max_num_seqs, H] int32, the tokens of rows, see `raypp.ops.row_tokens`; draft_table [max_num_seqs, K
+    or more] int32, the drafts by row; None: K is 0.
     """
-    rows, token_ids, num_drafts = tokens.rows, tokens.token_ids, masks.draft_ids.shape[1]
+    rows, token_ids, num_valid, num_drafts = tokens.rows, tokens.token_ids, tokens.num_valid, masks.draft_ids.shape[1]
+    assert num_valid is not None
     allowed, is_free = masks.num_masks, masks.num_masks == FREE
-    if tokens.draft_ids is not None and num_drafts:
-        is_same = tokens.draft_ids.index_select(0, rows)[:, :num_drafts] == masks.draft_ids
+    if draft_table is not None and num_drafts:
+        is_same = draft_table.index_select(0, rows)[:, :num_drafts] == masks.draft_ids
         allowed = torch.minimum(allowed, 1 + is_same.to(torch.int32).cumprod(1).sum(1, dtype=torch.int32))
     allowed = allowed * (tokens.positions == masks.positions)
-    tokens.num_valid.copy_(torch.where(is_free, tokens.num_valid, torch.minimum(tokens.num_valid, allowed)))
-    has_kept = tokens.num_valid > 0
-    before = last[rows, (tokens.positions - 1) % last.shape[1]]
+    num_valid.copy_(torch.where(is_free, num_valid, torch.minimum(num_valid, allowed)))
+    has_kept = num_valid > 0
+    before = table[rows, (tokens.positions - 1) % table.shape[1]]
     token_ids[:, 0] = torch.where(has_kept, token_ids[:, 0], before)
-    for count in tokens.compared:
-        count.mul_(has_kept)
-    return tokens.positions + tokens.num_valid
+    for count in (tokens.num_drafted, tokens.num_matched):
+        if count is not None:
+            count.mul_(has_kept)
+    return tokens.positions + num_valid

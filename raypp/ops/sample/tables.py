@@ -30,19 +30,11 @@ class Needs(IntFlag):
     ALLOWED = 64
     LOGPROBS = 128
     GRAMMAR = 256
+    # Those that change the logits themselves, before grammar and temperature, in this order.
     CHANGES = BIAS | PENALTIES | MIN_TOKENS | BAD_WORDS | ALLOWED
+    # Those that look at earlier tokens.
     HISTORY = PENALTIES | BAD_WORDS | GRAMMAR
     ALL = DRAW | TRUNCATE | CHANGES | LOGPROBS
-
-    @property
-    def history(self) -> bool:
-        """Whether earlier tokens matter."""
-        return bool(self & Needs.HISTORY)
-
-    @property
-    def changes(self) -> Needs:
-        """Those that change the logits themselves, before grammar and temperature, in this order."""
-        return self & Needs.CHANGES
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,12 +9,12 @@ from typing import Protocol
 
 import torch
 
-from raypp.ops.row_tokens import NewTokens
+from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.adjust import adjusted
 from raypp.ops.sample.draw import sample, sample_greedy
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
 from raypp.ops.sample.logprobs import TopLogprobs, top_logprobs
-from raypp.ops.sample.step_masks import StepMasks, YieldedTokens, hold
+from raypp.ops.sample.step_masks import StepMasks, hold
 from raypp.ops.sample.tables import AdjustedLogits, Asked, DrawTables
 from raypp.ops.sample.token_history import TokenHistory
 
@@ -30,7 +30,7 @@ class TokenChoice(Protocol):
         Shapes: logits [N, V]; N at most `draw_sizes.MAX_CHANGED_POSITIONS`.
         """
 
-    def remember(self, tokens: NewTokens, needs: torch.Tensor, history: TokenHistory, *, counts: bool) -> None:
+    def remember(self, tokens: StepTokens, needs: torch.Tensor, history: TokenHistory, *, counts: bool) -> None:
         """Write tokens to the history of at least those rows whose needs ask for it.
 
         Args:
@@ -40,7 +40,9 @@ class TokenChoice(Protocol):
             counts: Whether they are counted, or only among the last tokens.
         """
 
-    def hold(self, tokens: YieldedTokens, masks: StepMasks, last: torch.Tensor) -> torch.Tensor:
+    def hold(
+        self, tokens: StepTokens, masks: StepMasks, table: torch.Tensor, draft_table: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Let each row under a grammar keep at most as many tokens as it has masks for; return the rows' lengths.
 
         See `raypp.ops.sample.step_masks.hold`.
@@ -83,7 +85,7 @@ class TorchTokenChoice:
         """Do what needs and masks say to all rows."""
         return AdjustedLogits(adjusted(logits, asked))
 
-    def remember(self, tokens: NewTokens, needs: torch.Tensor, history: TokenHistory, *, counts: bool) -> None:
+    def remember(self, tokens: StepTokens, needs: torch.Tensor, history: TokenHistory, *, counts: bool) -> None:
         """Write tokens to the history of all rows."""
         history.remember(tokens, counts=counts)
 

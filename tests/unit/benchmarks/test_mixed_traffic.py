@@ -84,7 +84,7 @@ def test_a_share_of_the_kv_holds_one_request_at_least():
     assert mixed_traffic.kv_blocks(args) == 1 + 25
 
 
-def _forward(stage_index, step_id, start_us, end_us, decode_rows=0, prompt_tokens=0, form=StepForm.CALLED):
+def _forward(stage_index, step_id, start_us, end_us, decode_rows=0, prompt_tokens=0, form=StepForm.EAGER):
     work = StepWork(decode_rows, decode_rows, 10 * decode_rows, prompt_tokens, prompt_tokens, 0, 1)
     return Forward(stage_index, step_id, start_us, end_us, 0, 1, work.num_tokens, form, work)
 
@@ -95,10 +95,10 @@ def test_every_second_is_somewhere():
     forwards = [
         _forward(0, 0, 0, 100, prompt_tokens=9),
         _forward(0, 1, 100, 200, decode_rows=2, prompt_tokens=9),
-        _forward(0, 2, 500, 600, decode_rows=3, form=StepForm.RECORDED),
+        _forward(0, 2, 500, 600, decode_rows=3, form=StepForm.FULL_GRAPH),
         _forward(1, 0, 100, 300, prompt_tokens=9),
         _forward(1, 1, 300, 400, decode_rows=2, prompt_tokens=9),
-        _forward(1, 2, 650, 700, decode_rows=3, form=StepForm.RECORDED),
+        _forward(1, 2, 650, 700, decode_rows=3, form=StepForm.FULL_GRAPH),
     ]
     figures = breakdown(forwards, limits)
     first, last = figures["stages"]

@@ -83,7 +83,7 @@ def test_spans_are_those_after_a_time_and_know_their_step() -> None:
         [1, 0, 140, 150, 0, 2, 2, 0, [2, 2, 16, 0, 0, 0, 2], 0],
     ]
     assert [span[:4] for span in activity.spans_after(150)] == [[0, 1, 190, 200]]
-    activity.note_recordings([{"full": {"num_graphs": 3}}, {}])
+    activity.note_graphs([{"full": {"num_graphs": 3}}, {}])
     counts, graphs = {"rows": 0, "tokens": 1, "choice": 2}, {"full": {"num_graphs": 3}}
     assert activity.sums() == [
         {"num_steps": 2, "busy_s": 2e-5, "copy_wait_s": 2e-6, "num_unrecorded": counts, "graphs": graphs},

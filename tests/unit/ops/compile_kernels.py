@@ -37,8 +37,8 @@ from raypp.ops.cuda.product_tuning import input_type_in_8_bits, own_product
 from raypp.ops.cuda.quantized_projection import Fp8Projection, Int4Projection
 from raypp.ops.cuda.token_quantization import TokenNorm
 from raypp.ops.routing import Routing
-from raypp.ops.row_tokens import NewTokens, RowTokens
-from raypp.ops.sample.step_masks import StepMasks, YieldedTokens
+from raypp.ops.row_tokens import RowTokens, StepTokens
+from raypp.ops.sample.step_masks import StepMasks
 from raypp.ops.sample.tables import (
     AdjustedLogits,
     Asked,
@@ -266,15 +266,14 @@ def call_all(workspace: Workspace) -> None:
         chooser.greedy(given)
         chooser.draw(given, integers, integers, draws)
     chooser.report(logits, integers, integers, row_tables.num_reported)
-    generated = NewTokens(integers, integers, torch.zeros(32, 5), lengths)
+    generated = StepTokens(integers, integers, torch.zeros(32, 5), lengths)
     chooser.remember(generated, lengths, history, counts=True)
     for width in (1, 5):
         token_ids, compared = torch.zeros(32, width, dtype=torch.int32), (lengths, lengths) if width > 1 else ()
         drafts = torch.zeros(32, 4, dtype=torch.int32)
         step_masks = StepMasks(lengths, lengths, drafts[:, : width - 1], masks)
-        chooser.hold(
-            YieldedTokens(integers, integers, token_ids, lengths, compared, drafts), step_masks, row_tokens.table
-        )
+        yielded = StepTokens(integers, integers, token_ids, lengths, None, *compared)
+        chooser.hold(yielded, step_masks, row_tokens.table, drafts)
 
 
 def call_quantized(workspace: Workspace) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from raypp.messages import StepPlan, pack, unpack
-from raypp.ops.row_tokens import NewTokens, RowTokens
+from raypp.ops.row_tokens import RowTokens, StepTokens
 from raypp.ops.sample.tables import Needs
 from raypp.scheduler.cohorts import Cohort
 from raypp.scheduler.ending import end_token_ids
@@ -96,4 +96,5 @@ def commit(
     device = sampler.rows.draws.seeds.device
     columns = (torch.tensor(values, device=device) for values in (rows, positions, token_ids))
     counts = None if num_valid is None else torch.tensor(num_valid, device=device)
-    sampler.remember(NewTokens(*columns, counts), needs, counts=True)
+    if needs & Needs.HISTORY:
+        sampler.remember(StepTokens(*columns, counts), counts=True)

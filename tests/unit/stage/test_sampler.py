@@ -14,7 +14,7 @@ from sampler_plans import VOCAB_SIZE, choose, commit, sampler_of, spec, start, s
 from scipy import stats
 from transformers import TopPLogitsWarper
 
-from raypp.ops.row_tokens import NewTokens
+from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.draw import draw_scores
 from raypp.ops.sample.tables import Needs
 from raypp.scheduler.ending import end_token_ids
@@ -153,7 +153,7 @@ def test_drafts_count_for_the_positions_after_them_alone(device, some_requests, 
         drafts = [[rng.randrange(10) for _ in range(num_drafts)] for _ in rows]
         flat_positions = [position + offset for position in positions for offset in range(width)]
         columns = (torch.tensor(values, device=device) for values in (rows, positions, drafts))
-        sampler.remember(NewTokens(*columns), needs, counts=False)
+        sampler.remember(StepTokens(*columns), counts=False)
         logits = torch.randn(len(flat_rows), VOCAB_SIZE, generator=generator).to(device) * 2
         chosen = choose(sampler, logits, flat_rows, flat_positions)
         kept = []
@@ -239,10 +239,10 @@ def test_a_step_never_waits_for_the_device():
     sampler.choose(logits, on_device, positions, needs)  # what is made once is made
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sampler.remember(NewTokens(on_device, positions, drafts), needs, counts=False)
+        sampler.remember(StepTokens(on_device, positions, drafts), counts=False)
         chosen = sampler.choose(logits, on_device, positions, needs)
-        kept = NewTokens(on_device, positions, chosen.unsqueeze(1), torch.ones_like(chosen))
-        sampler.remember(kept, needs, counts=True)
+        kept = StepTokens(on_device, positions, chosen.unsqueeze(1), torch.ones_like(chosen))
+        sampler.remember(kept, counts=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
