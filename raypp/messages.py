@@ -301,23 +301,22 @@ class _Layout:
         }
 
 
-_layouts: dict[type[Any], _Layout] = {}
+class _Layouts(dict[type[Any], _Layout]):
+    def __missing__(self, cls: type[Any]) -> _Layout:
+        self[cls] = _Layout(cls)
+        return self[cls]
 
 
-def _layout_of(cls: type[Any]) -> _Layout:
-    layout = _layouts.get(cls)
-    if layout is None:
-        layout = _layouts[cls] = _Layout(cls)
-    return layout
+_layouts = _Layouts()
 
 
 def pack(message: Any) -> bytes:
     """Return the message's bytes: scalars and extents, then each array's data, padded to 8 bytes."""
-    layout = _layout_of(type(message))
-    values = [getattr(message, name) for name in layout.scalars]
+    layout, fields_of = _layouts[type(message)], vars(message)
+    values = list(map(fields_of.__getitem__, layout.scalars))
     parts = [b""]
     for name, dtype in layout.arrays:
-        array = getattr(message, name)
+        array = fields_of[name]
         assert array.dtype == dtype, f"{name} is {array.dtype}"
         shape = array.shape
         values.append(shape[0])
@@ -333,7 +332,7 @@ def pack(message: Any) -> bytes:
 
 def unpack(cls: type[Message], data: bytes | memoryview) -> Message:
     """Return the message that `pack` wrote. Its arrays are read-only views into `data`."""
-    layout = _layout_of(cls)
+    layout = _layouts[cls]
     header = layout.header.unpack_from(data)
     values = layout.without_data.copy()
     values.update(zip(layout.scalars, header, strict=False))

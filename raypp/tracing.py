@@ -96,7 +96,7 @@ class Tracer:
     """Records what one process does. A tracer that is not enabled only counts the forwards.
 
     Attributes:
-        forwards: The sums of what was recorded as FORWARD.
+        forwards: The sums of the forwards.
     """
 
     def __init__(self, lane: str, *, enabled: bool, max_events: int = 1_000_000) -> None:

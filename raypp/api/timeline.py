@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from raypp.errors import ConfigError, install
 from raypp.messages import StepForm
 from raypp.models.sizes import WeightReads
-from raypp.scheduler.step_work import StepWork
+from raypp.scheduler.step_predictor import StepWork
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -107,7 +107,9 @@ class Engine:
         results = self._pipeline.collect()
         for result in results:
             brought = self._scheduler.update(result)
-            self._failed += [(request, not_finite(request)) for request in self._scheduler.take_without_logits()]
+            if self._scheduler.without_logits:
+                self._failed += [(request, not_finite(request)) for request in self._scheduler.without_logits]
+                self._scheduler.without_logits = []
             if self._grammars is not None and self._grammars.num_texts:
                 self._grammars.note_step(result.step_id, brought)
                 brought = [update for update in brought if update.is_news]

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from raypp.messages import Bools, Int32s, StageReport, StepPlan, Unrecorded
-from raypp.scheduler.step_cost import StageTimes, amounts, step_ms
-from raypp.scheduler.step_predictor import StepPredictor
-from raypp.scheduler.step_work import StepWork, step_work
+from raypp.scheduler.step_predictor import StageTimes, StepPredictor, StepWork, amounts, step_ms, step_work
 
 _MAX_SPANS = 2048  # per stage
 _MAX_STEPS = 4096

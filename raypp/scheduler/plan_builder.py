@@ -10,9 +10,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from raypp.messages import NO_BYTES, NO_STEP, Bytes, StartExtras, StartItems, StepPlan, pack_inside
 from raypp.prompt_items import keys_to_array
-from raypp.scheduler.in_flight import Chunk, InFlightStep
 from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
+from raypp.scheduler.running import Chunk, InFlightStep
 
 _MAX_INT32 = 2**31 - 1
 _NO_LOGPROBS = -1
@@ -23,45 +23,48 @@ def build_plan(step: InFlightStep, max_mask_wait_us: int = 0, block_copies: Byte
 
     Marks the block-table entries that it carries as sent. `max_mask_wait_us` and `block_copies` go into the plan.
     """
-    decoding, chunks = step.decoding, step.chunks
-    num_decode_rows, width = len(decoding), 1 + step.num_drafts
-    rows = [state.row for state in decoding]
-    num_scheduled_tokens = [width] * num_decode_rows
-    # A row of length n computes from position n - 1 on: its last token has no KV yet.
-    num_computed_tokens = [state.num_tokens + state.max_in_flight_tokens - 1 for state in decoding]
+    decoding, chunks, num_decode_rows, num_item_tokens = step.decoding, step.chunks, len(step.decoding), 0
+    drafting, starts, blocks, grown, requires_feedback_of = _ALL_DRAFT, _NO_STARTS, _NO_BLOCKS, [], NO_STEP
+    rows, num_scheduled_tokens, num_computed_tokens = [], [1 + step.num_drafts] * num_decode_rows, []
+    for state in decoding:
+        rows.append(state.row)
+        # A row of length n computes from position n - 1 on: its last token has no KV yet.
+        num_computed_tokens.append(state.num_tokens + state.max_in_flight_tokens - 1)
+        requires_feedback_of = max(requires_feedback_of, state.last_yield_step)
+        if state.num_sent_blocks != len(state.blocks):
+            grown.append(state)
     samples = np.ones(num_decode_rows + len(chunks), np.bool_)
-    requires_feedback_of = max([state.last_yield_step for state in decoding], default=NO_STEP)
-    grown = [state for state in decoding if state.num_sent_blocks != len(state.blocks)]
     if chunks:
         rows += [chunk.state.row for chunk in chunks]
         num_scheduled_tokens += [chunk.num_tokens for chunk in chunks]
         num_computed_tokens += [chunk.start for chunk in chunks]
         samples[num_decode_rows:] = [chunk.is_last for chunk in chunks]
         requires_feedback_of = max(requires_feedback_of, *[chunk.row_last_step for chunk in chunks])
-        grown += [chunk.state for chunk in chunks if chunk.is_first]
+        starting = [chunk.state for chunk in chunks if chunk.is_first]
+        if starting:
+            starts, grown = _start_arrays(starting), grown + starting
+        num_item_tokens = sum(map(_num_item_tokens, chunks))
+        if any(chunk.state.never_drafts for chunk in chunks):
+            drafting = np.array([*[True] * num_decode_rows, *[not chunk.state.never_drafts for chunk in chunks]])
+    if grown:
+        blocks = _block_arrays(grown)
     return StepPlan(
         step_id=step.step_id,
         cohort=step.cohort.index,
         num_drafts=step.num_drafts,
         requires_feedback_of=requires_feedback_of,
         num_decode_rows=num_decode_rows,
-        num_item_tokens=sum(map(_num_item_tokens, chunks)),
-        rows=_int32s(rows),
-        num_scheduled_tokens=_int32s(num_scheduled_tokens),
-        num_computed_tokens=_int32s(num_computed_tokens),
+        num_item_tokens=num_item_tokens,
+        rows=np.array(rows, np.int32),
+        num_scheduled_tokens=np.array(num_scheduled_tokens, np.int32),
+        num_computed_tokens=np.array(num_computed_tokens, np.int32),
         samples=samples,
         max_mask_wait_us=max_mask_wait_us,
-        drafting=_drafting(decoding, chunks),
+        drafting=drafting,
         block_copies=block_copies,
-        **_start_arrays(chunks),
-        **_block_arrays(grown),
+        **starts,
+        **blocks,
     )
-
-
-def _drafting(decoding: Sequence[RequestState], chunks: Sequence[Chunk]) -> NDArray[np.bool_]:
-    if not any(chunk.state.never_drafts for chunk in chunks):
-        return _ALL_DRAFT
-    return np.array([*[True] * len(decoding), *[not chunk.state.never_drafts for chunk in chunks]])
 
 
 def _num_item_tokens(chunk: Chunk) -> int:
@@ -69,10 +72,7 @@ def _num_item_tokens(chunk: Chunk) -> int:
     return 0 if items is None else items.num_tokens_in(chunk.start, chunk.start + chunk.num_tokens)
 
 
-def _start_arrays(chunks: Sequence[Chunk]) -> dict[str, NDArray[Any]]:
-    starting = [chunk.state for chunk in chunks if chunk.is_first]
-    if not starting:
-        return _NO_STARTS
+def _start_arrays(starting: Sequence[RequestState]) -> dict[str, NDArray[Any]]:
     requests = [state.request for state in starting]
     params = [request.params for request in requests]
     return {
@@ -169,8 +169,6 @@ def pack_start_items(starting: Sequence[RequestState]) -> Bytes:
 
 
 def _block_arrays(grown: Sequence[RequestState]) -> dict[str, NDArray[Any]]:
-    if not grown:
-        return _NO_BLOCKS
     rows: list[int] = []
     positions: list[int] = []
     block_ids: list[int] = []
@@ -180,7 +178,8 @@ def _block_arrays(grown: Sequence[RequestState]) -> dict[str, NDArray[Any]]:
         positions += range(num_sent, num_blocks)
         block_ids += state.blocks[num_sent:]
         state.num_sent_blocks = num_blocks
-    return {"block_rows": _int32s(rows), "block_positions": _int32s(positions), "block_ids": _int32s(block_ids)}
+    columns = {"block_rows": rows, "block_positions": positions, "block_ids": block_ids}
+    return {name: np.array(values, np.int32) for name, values in columns.items()}
 
 
 def _int32s(values: Iterable[int]) -> NDArray[np.int32]:

@@ -52,17 +52,13 @@ class UploadRing:
         self.values = torch.zeros(max_values, dtype=torch.int64, device=device)
         """Where the values of the step arrive, int64 [max_values]."""
         self._host = torch.zeros(num_entries, max_values, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._host_np: Int64s = self._host.numpy()
+        self.host: Int64s = self._host.numpy()
+        """The host's buffers, [num_entries, max_values]: that of a step is filled before it is uploaded."""
         self._copies: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # by entry and number: to, from
-
-    def entry(self, step_id: int) -> Int64s:
-        """Return the host's buffer for a step, int64 [max_values], to be filled."""
-        entry: Int64s = self._host_np[step_id % len(self._host_np)]
-        return entry
 
     def upload(self, step_id: int, num_values: int) -> None:
         """Queue the copy of the entry's first values to the device."""
-        key = (step_id % len(self._host_np), num_values)
+        key = (step_id % len(self.host), num_values)
         copy = self._copies.get(key)
         if copy is None:
             copy = self._copies[key] = self.values[:num_values], self._host[key[0]][:num_values]
@@ -176,7 +172,7 @@ class FullGraphs:
 
     def _record(self, size: FullSize) -> None:
         padding, batch = self._padding_np[size.num_rows], self._batches[size]
-        self._uploads.entry(0)[: len(padding)] = padding
+        self._uploads.host[0, : len(padding)] = padding
         self._uploads.upload(0, len(padding))
         self._num_rows = size.num_rows
         body, watched = partial(self._body, batch), self._watched_body(batch)
@@ -202,7 +198,7 @@ class FullGraphs:
         """
         plan, bucket = step.plan, step.size.message[0]
         padding, num_rows, num_blocks = self._padding_np[bucket], len(plan.rows), len(plan.block_rows)
-        entry = self._uploads.entry(plan.step_id)
+        entry = self._uploads.host[plan.step_id % len(self._uploads.host)]
         entry[: len(padding)] = padding
         if fed_back is not None:
             entry[:2] = fed_back.step_id % self._entering.num_slots, 1
@@ -238,32 +234,25 @@ class FullGraphs:
         Returns:
             What became of it, padding included, and which columns of the result do not count.
         """
-        size, search, has_grammar = FullSize(step.size.message[0], step.query_len - 1), inputs.search, inputs.masks
-        is_greedy = inputs.needs == Needs.GREEDY and has_grammar is None
+        size, search, masks = FullSize(step.size.message[0], step.query_len - 1), inputs.search, inputs.masks
+        is_greedy = inputs.needs == Needs.GREEDY and masks is None
         key = ("tail", *size, Needs.GREEDY if is_greedy else Needs.ALL)
         self.has_graph_of_choice = key in self._graphs
         if self.has_graph_of_choice:
             ended: Ended = self._graphs.run(key)
         else:  # there was no memory for it, or there are no graphs
             ended = self._tail(self._batches[size], inputs)
-        without: tuple[str, ...] = ()
-        if self.drafts is not None and not search.compares:
-            without = ("num_drafted", "num_matched")
-        if has_grammar is None:
-            return self._draft(size, ended, search), (*without, "draft_ids")
-        return self._draft(size, ended, search, has_grammar=True), without
-
-    def _draft(self, size: FullSize, ended: Ended, search: Search, *, has_grammar: bool = False) -> Ended:
-        """Run the proposer's own graphs, if there are some."""
-        if self.drafts is None:
-            return ended
-        self.drafts.run(size, self._num_rows, proposes=search.proposes)
-        self._leaving.write(self._schemas.feedback.num_bytes(size.num_rows, size.num_rows))
-        if not has_grammar:
-            return ended
-        outputs = ended.outputs
-        tokens = replace(outputs.tokens, draft_ids=self._feedback_views(size.num_rows)["draft_ids"])
-        return ended._replace(outputs=outputs._replace(result=PackedResult.of(tokens, has_drafts=True)))
+        without: tuple[str, ...] = () if masks is not None else ("draft_ids",)
+        if self.drafts is not None:
+            self.drafts.run(size, self._num_rows, proposes=search.proposes)
+            self._leaving.write(self._schemas.feedback.num_bytes(size.num_rows, size.num_rows))
+            if masks is not None:  # the driver gets the drafts, too
+                tokens = replace(ended.outputs.tokens, draft_ids=self._feedback_views(size.num_rows)["draft_ids"])
+                result = PackedResult.of(tokens, has_drafts=True)
+                ended = ended._replace(outputs=ended.outputs._replace(result=result))
+            if not search.compares:
+                without += ("num_drafted", "num_matched")
+        return ended, without
 
     def _column(self, column: int, bucket: int) -> torch.Tensor:
         first = _NUM_SLOTS + column * bucket

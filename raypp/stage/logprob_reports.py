@@ -78,19 +78,15 @@ class LogprobReporter:
         self._device = torch.device(spec.device)
         self._sampler = sampler
         self._num_top_np = np.full(spec.max_num_seqs, _NONE, np.int32)
-        self._prompts: dict[int, _Prompt] = {}
-
-    @property
-    def scores_prompts(self) -> bool:
-        """Whether any row wants log-probabilities of its prompt."""
-        return bool(self._prompts)
+        self.prompts: dict[int, _Prompt] = {}
+        """By row, those whose tokens are reported."""
 
     def start(self, starting: StartingRows) -> None:
         """Take over what rows that start ask for."""
         rows, extras = starting.rows_np.tolist(), starting.extras
         self._num_top_np[starting.rows_np] = _NONE
         for row in rows:
-            self._prompts.pop(row, None)
+            self.prompts.pop(row, None)
         if extras is None:
             return
         self._num_top_np[extras.rows] = extras.num_logprobs
@@ -99,7 +95,7 @@ class LogprobReporter:
         for row, token_ids, prompt_len in zip(rows, starting.token_ids, prompt_lens, strict=True):
             num_top = num_prompt_tops.get(row, _NONE)
             if num_top != _NONE:
-                self._prompts[row] = _Prompt(token_ids[:prompt_len], num_top)
+                self.prompts[row] = _Prompt(token_ids[:prompt_len], num_top)
 
     def report(
         self,
@@ -114,7 +110,7 @@ class LogprobReporter:
         Shapes: logits [N, V], as the model gave them; token_ids [N], what was chosen; hidden [T, H], of all the step's
         tokens.
         """
-        chunks = self._chunks(batch) if self._prompts else []
+        chunks = self._chunks(batch) if self.prompts else []
         sampled, scored = self._sampled(batch, logits, token_ids), self._scored(chunks, hidden, compute_logits)
         if sampled is None and scored is None:
             return None
@@ -168,7 +164,7 @@ class LogprobReporter:
         first_token = batch.num_decode_rows * batch.query_len
         for index in range(batch.num_decode_rows, batch.num_rows):
             num_tokens = int(plan.num_scheduled_tokens[index])
-            prompt = self._prompts.get(int(plan.rows[index]))
+            prompt = self.prompts.get(int(plan.rows[index]))
             if prompt is not None:
                 # The token at position p says how likely the one at p + 1 was; the last one's successor is generated.
                 start = int(plan.num_computed_tokens[index]) + 1

@@ -80,6 +80,7 @@ class Stage:
         self._graphs = graphs or CudaGraphManager(
             graph_maker(device), debug_every=spec.graphs.debug_every, max_bytes=spec.graphs.max_bytes
         )
+        self._makes_graphs = self._graphs.makes_graphs
         wanted = StepSizes.wanted(
             spec.graphs,
             spec.speculative.ladder,
@@ -246,7 +247,7 @@ class Stage:
         entering = layers.prepare(batch, step_id % self._num_ring_entries)
         started = now_ns()
         self._clock.begin(step_id, batch.size.form)
-        if self._graphs.makes_graphs and (batch.is_decode or batch.size.form is StepForm.EAGER):
+        if self._makes_graphs and (batch.is_decode or batch.size.form is StepForm.EAGER):
             self._tracer.forwards.add_unrecorded(Unrecorded.ROWS if batch.is_decode else Unrecorded.TOKENS)
         hidden, last, following = layers.run(batch, entering), None, None
         if link is None:
@@ -274,7 +275,7 @@ class Stage:
         wants_logprobs = Needs.LOGPROBS in asked.needs
         if batch.is_full_graph and full is not None:
             (outputs, top), without = full.end(batch, asked)
-            if not full.has_graph_of_choice and self._graphs.makes_graphs:
+            if not full.has_graph_of_choice and self._makes_graphs:
                 self._tracer.forwards.add_unrecorded(Unrecorded.CHOICE)
             self._clock.end()
             link.send(step_id, self._feedback.num_bytes(num_rows, num_rows))
@@ -287,7 +288,7 @@ class Stage:
                 draft = partial(self._drafting.draft, last.hidden, max_length, asked.search)
             outputs = end.run(batch, last, asked, self._feedback.views(slot, num_rows, num_rows), draft)
             link.send(step_id, self._feedback.num_bytes(num_rows, num_rows))
-            if wants_logprobs or self._logprobs.scores_prompts:
+            if wants_logprobs or self._logprobs.prompts:
                 hidden, compute_logits = last.hidden.hidden_states, self._model.compute_logits
                 logprobs = self._logprobs.report(batch, last.logits, outputs.chosen, hidden, compute_logits)
             self._tracer.record("sample", step_id, began, now_ns())

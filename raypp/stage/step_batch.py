@@ -23,7 +23,7 @@ from raypp.ops.attention import AttentionBatch
 from raypp.ops.host_to_device import to_device_together
 from raypp.ops.row_inputs import NewEntries, Queries
 from raypp.ops.sample.tables import Needs
-from raypp.stage.step_sizes import StepSize
+from raypp.stage.step_sizes import FullSize, StepSize, full_graph_size
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class StepBatch:
         # Of the step that has these rows now.
         self.plan: StepPlan
         self.size: StepSize
+        self.is_full_graph = False  # whether one CUDA graph is the whole step
         self.entries: NewEntries
         self.items: StepItems | None = None
         self.received: Mapping[str, torch.Tensor] = {}  # the message of the stage before; none on the first stage
@@ -115,11 +116,6 @@ class StepBatch:
         self.rope_positions: torch.Tensor  # [T] int64, or [T, 3] along axes
         self.attention: AttentionBatch
         self.deepstack: Deepstack | None = None
-
-    @property
-    def is_full_graph(self) -> bool:
-        """Whether one CUDA graph is the whole step."""
-        return self.size.form is StepForm.FULL_GRAPH
 
     def upload(self, device: torch.device) -> None:
         """Bring to the device what is not there."""
@@ -157,7 +153,7 @@ class StepBatches:
                 if len(self._kept) >= self._num_kept:
                     del self._kept[next(iter(self._kept))]
                 self._kept[key] = batch
-        batch.plan, batch.size = plan, size
+        batch.plan, batch.size, batch.is_full_graph = plan, size, size.form is StepForm.FULL_GRAPH
         return batch
 
     def note_started(self) -> None:
@@ -174,5 +170,5 @@ def graph_batch(rows: torch.Tensor, query_len: int) -> StepBatch:
     batch = StepBatch(unknown, scheduled, samples, num_rows, query_len)
     batch.upload(rows.device)
     batch.rows = batch.sampled_rows = rows
-    batch.size = StepSize.full_graph(num_rows, query_len - 1)
+    batch.size = full_graph_size(FullSize(num_rows, query_len - 1))
     return batch

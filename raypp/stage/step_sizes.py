@@ -117,21 +117,20 @@ class StepSize(NamedTuple):
     bucket: int | None  # rows of a full graph, tokens of a piecewise one
     message: tuple[int, int, int, int]  # its rows, tokens, image tokens and drafting tokens in messages between stages
 
-    @classmethod
-    def full_graph(cls, num_rows: int, num_drafts: int) -> StepSize:
-        """Return the size of a decode step that is one graph: messages are padded, too."""
-        num_tokens = num_rows * (1 + num_drafts)
-        return cls(StepForm.FULL_GRAPH, num_rows, (num_rows, num_tokens, 0, num_tokens))
+
+def full_graph_size(size: FullSize) -> StepSize:
+    """Return the size of a decode step that is one graph: messages are padded, too."""
+    return StepSize(StepForm.FULL_GRAPH, size.num_rows, (size.num_rows, size.num_tokens, 0, size.num_tokens))
 
 
 class StepPadding:
     """Says what a step is padded to."""
 
     def __init__(self, sizes: StepSizes) -> None:
-        rows: dict[int, set[int]] = {}
-        for num_rows, num_drafts in sizes.full:
-            rows.setdefault(num_drafts, set()).add(num_rows)
-        self._rows = {num_drafts: Buckets(of_drafts) for num_drafts, of_drafts in rows.items()}
+        self._full: dict[int, list[StepSize]] = {}  # by K: what decode steps of 0, 1, 2, ... rows are padded to
+        for size in sorted(sizes.full):
+            of_rows = self._full.setdefault(size.num_drafts, [])
+            of_rows += [full_graph_size(size)] * (size.num_rows + 1 - len(of_rows))
         self._tokens = Buckets(set(sizes.piecewise)) if sizes.piecewise else None
 
     def size_of(self, plan: StepPlan) -> StepSize:
@@ -141,10 +140,10 @@ class StepPadding:
         and none starts. A graph has room for as many new blocks as it has rows: more is rare.
         """
         num_rows = len(plan.rows)
-        if plan.num_decode_rows == num_rows and not len(plan.start_rows) and plan.num_drafts in self._rows:
-            bucket = self._rows[plan.num_drafts].fit(max(num_rows, len(plan.block_rows)))
-            if bucket is not None:
-                return StepSize.full_graph(bucket, plan.num_drafts)
+        if plan.num_decode_rows == num_rows and not len(plan.start_rows):
+            of_rows, most = self._full.get(plan.num_drafts, ()), max(num_rows, len(plan.block_rows))
+            if most < len(of_rows):
+                return of_rows[most]
         num_tokens = int(plan.num_scheduled_tokens.sum())
         bucket = None if self._tokens is None else self._tokens.fit(num_tokens)
         form = StepForm.EAGER if bucket is None else StepForm.PIECEWISE

@@ -111,6 +111,9 @@ class TorchTokenChoice:
         truncates: bool = True,
     ) -> torch.Tensor:
         """Return a draw per position."""
-        temperature, seeds = (table.index_select(0, rows) for table in (tables.temperature, tables.seeds))
-        top_k, top_p, min_p = (table.index_select(0, rows) for table in tables.truncation)
-        return sample(logits.own, temperature, seeds, positions, (top_k, top_p, min_p) if truncates else None)
+        temperature, seeds = tables.temperature.index_select(0, rows), tables.seeds.index_select(0, rows)
+        truncation = None
+        if truncates:
+            top_k, top_p, min_p = (table.index_select(0, rows) for table in (tables.top_k, tables.top_p, tables.min_p))
+            truncation = top_k, top_p, min_p
+        return sample(logits.own, temperature, seeds, positions, truncation)

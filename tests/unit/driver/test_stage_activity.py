@@ -8,9 +8,7 @@ import numpy as np
 
 from raypp.driver.stage_activity import StageActivity
 from raypp.messages import NO_STEP, StageReport, StepPlan, Unrecorded, pack, unpack
-from raypp.scheduler.step_cost import RooflineCost, StageTimes
-from raypp.scheduler.step_predictor import StepPredictor
-from raypp.scheduler.step_work import StepWork
+from raypp.scheduler.step_predictor import RooflineCost, StageTimes, StepPredictor, StepWork
 from raypp.tracing import FORWARD, ForwardCounter, Tracer, now_ns
 
 

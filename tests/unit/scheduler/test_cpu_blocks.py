@@ -1,11 +1,11 @@
 from raypp.messages import NO_STEP, BlockCopies, unpack
-from raypp.scheduler.cpu_blocks import CpuBlocks
+from raypp.scheduler.kv_blocks import CpuBlocks
 
 
 def taken(blocks: CpuBlocks) -> tuple[int, dict[int, int], dict[int, int]]:
     """Return the batch: after which step, device to CPU blocks out, device to CPU blocks in."""
     blocks.check_integrity()
-    packed = blocks.take_copies()
+    packed = blocks.in_cpu_memory.take_copies()
     if not len(packed):
         return NO_STEP, {}, {}
     copies = unpack(BlockCopies, packed.data)
