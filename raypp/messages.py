@@ -19,6 +19,9 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
+from raypp import row_params
+from raypp.row_params import RowParams
+
 NULL_BLOCK = 0
 """The KV block that no request owns: padding and positions past a row's limit write there."""
 
@@ -63,12 +66,8 @@ class StepPlan:
     start_limits: Int32s  # [S] min(prompt + max_tokens, max_model_len): the row ends before this position
     start_num_tokens: Int32s  # [S] known tokens: the prompt, and after a preemption the output so far
     start_token_ids: Int32s  # [sum of start_num_tokens]
-    start_temperature: Float32s  # [S] 0 means greedy
-    start_top_p: Float32s  # [S]
-    start_top_k: Int32s  # [S] 0 means all
-    start_min_p: Float32s  # [S]
-    start_seed: Int64s  # [S]
-    start_extras: Bytes  # a packed `StartExtras` when any of these rows has parameters beyond those above
+    start_params: RowParams  # [S] see `raypp.row_params`
+    start_lists: Bytes  # a packed `StartLists` when any of these rows has lists among its sampling parameters
     start_items: Bytes  # a packed `StartItems` when any of these rows has more than text in its prompt
 
     block_rows: Int32s  # [B] row
@@ -96,30 +95,18 @@ class BlockCopies:
 
 
 @dataclass(frozen=True, eq=False)
-class StartExtras:
-    """Sampling parameters that few requests have, of E of the rows that start with a plan.
+class StartLists:
+    """Lists among the sampling parameters of the rows that start with a plan, one row after the other.
 
-    Lists of one row after the other, with their lengths beside them.
+    How many entries are a row's, `StepPlan.start_params` says.
     """
 
-    rows: Int32s  # [E]
-    presence_penalty: Float32s  # [E]
-    frequency_penalty: Float32s  # [E]
-    repetition_penalty: Float32s  # [E]
-    min_lengths: Int32s  # [E] no end token is drawn for a position before this one: prompt + min_tokens
-    num_end_tokens: Int32s  # [E] 0 for rows without min_tokens
     end_token_ids: Int32s
-    num_biased: Int32s  # [E]
     bias_token_ids: Int32s
     bias: Float32s
-    num_allowed: Int32s  # [E] 0 when all are
     allowed_token_ids: Int32s
-    num_bad_words: Int32s  # [E]
     bad_word_lens: Int32s
     bad_word_token_ids: Int32s
-    num_logprobs: Int32s  # [E] most likely tokens to report beside the sampled one; -1: nothing at all
-    num_prompt_logprobs: Int32s  # [E] the same for prompt tokens
-    has_grammar: Int32s  # [E] 1 for rows that choose no token without a mask, see `MaskUpdate`
 
 
 class MaskMoment(IntEnum):
@@ -282,6 +269,7 @@ _DTYPES: dict[Any, np.dtype[Any]] = {
     Int64s: np.dtype("<i8"),
     Float32s: np.dtype("<f4"),
     Bools: np.dtype("?"),
+    RowParams: row_params.DTYPE,
     Bytes: np.dtype("u1"),
 }
 

@@ -21,7 +21,7 @@ from raypp.messages import NULL_BLOCK
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
 from raypp.ops.row_tokens import StepTokens
-from raypp.ops.sample.tables import Needs
+from raypp.row_params import Needs
 from raypp.stage.sampler import Sampler
 from raypp.stage.stage_model import StageModel
 from raypp.stage.stage_spec import StageSpec

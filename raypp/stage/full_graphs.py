@@ -25,7 +25,7 @@ from raypp.graphs.debug import Watched, only, owned_tokens
 from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK, Int64s
 from raypp.ops.row_inputs import NewEntries
-from raypp.ops.sample.tables import Needs
+from raypp.row_params import Needs
 from raypp.stage.draft_graphs import DraftGraphs
 from raypp.stage.request_rows import FedBack
 from raypp.stage.schemas import StageSchemas
@@ -342,7 +342,7 @@ class FullGraphs:
         tables = None if speculation is None else speculation.tables
         history = sampler.history if needs & Needs.HISTORY else None
         return Watched(
-            reads=({"output": self._output}, sampler.rows.draws, sampler.rows.tables, grammars),
+            reads=({"output": self._output}, sampler.rows.tables, grammars),
             changes=(sampler.history.tokens, tables, history),
             yields=yields,
         )

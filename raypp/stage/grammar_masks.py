@@ -104,10 +104,9 @@ class GrammarMasks:
         """Take over rows that start."""
         self._layouts.clear()
         self._has_grammar[starting.rows_np] = False
-        step_id, extras = starting.plan.step_id, starting.extras
-        if extras is None or not extras.has_grammar.any():
+        step_id, rows = starting.plan.step_id, starting.rows_np[starting.params["has_grammar"] > 0]
+        if not len(rows):
             return
-        rows = extras.rows[extras.has_grammar > 0]
         self._has_grammar[rows] = True
         self._is_late[rows] = False
         self._start_steps[rows] = step_id

@@ -83,19 +83,14 @@ class LogprobReporter:
 
     def start(self, starting: StartingRows) -> None:
         """Take over what rows that start ask for."""
-        rows, extras = starting.rows_np.tolist(), starting.extras
-        self._num_top_np[starting.rows_np] = _NONE
+        rows, params = starting.rows_np.tolist(), starting.params
+        self._num_top_np[starting.rows_np] = params["num_reported"] - 1
+        num_prompt_tops, prompt_lens = params["num_prompt_reported"] - 1, starting.plan.start_prompt_lens
         for row in rows:
             self.prompts.pop(row, None)
-        if extras is None:
-            return
-        self._num_top_np[extras.rows] = extras.num_logprobs
-        num_prompt_tops = dict(zip(extras.rows.tolist(), extras.num_prompt_logprobs.tolist(), strict=True))
-        prompt_lens = starting.plan.start_prompt_lens.tolist()
-        for row, token_ids, prompt_len in zip(rows, starting.token_ids, prompt_lens, strict=True):
-            num_top = num_prompt_tops.get(row, _NONE)
-            if num_top != _NONE:
-                self.prompts[row] = _Prompt(token_ids[:prompt_len], num_top)
+        for index in np.flatnonzero(num_prompt_tops != _NONE).tolist():
+            token_ids = starting.token_ids[index][: prompt_lens[index]]
+            self.prompts[rows[index]] = _Prompt(token_ids, int(num_prompt_tops[index]))
 
     def report(
         self,

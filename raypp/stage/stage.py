@@ -18,7 +18,7 @@ import torch
 from raypp.graphs.graph_manager import CudaGraphManager, graph_maker
 from raypp.messages import MaskUpdate, StepForm, StepPlan, Unrecorded
 from raypp.ops.row_tokens import RowTokens
-from raypp.ops.sample.tables import Needs
+from raypp.row_params import Needs
 from raypp.stage.cpu_kv import open_cpu_kv
 from raypp.stage.first_steps import compile_ahead, warm_up
 from raypp.stage.full_graphs import FullGraphs

@@ -22,7 +22,7 @@ from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.host_to_device import to_device_together
 from raypp.ops.row_inputs import NewEntries, Queries
-from raypp.ops.sample.tables import Needs
+from raypp.row_params import Needs
 from raypp.stage.step_sizes import FullSize, StepSize, full_graph_size
 
 

@@ -10,7 +10,7 @@ import torch
 
 from raypp.ops.row_tokens import RowTokens, StepTokens
 from raypp.ops.sample.step_masks import StepMasks
-from raypp.ops.sample.tables import Needs
+from raypp.row_params import Needs
 from raypp.stage.grammar_masks import GrammarMasks, body_mark
 from raypp.stage.sampler import Sampler
 from raypp.stage.speculation import Search, Speculation
@@ -67,7 +67,7 @@ class StepEnd:
 
     def start(self, starting: StartingRows) -> None:
         """Take over rows that start."""
-        if self.speculation is not None or starting.extras is not None:  # else no step looks back
+        if self.speculation is not None or (starting.needs_np & Needs.HISTORY).any():  # else no step looks back
             self._tokens.start(starting.plan)
         self.sampler.start(starting)
         self.grammars.start(starting)

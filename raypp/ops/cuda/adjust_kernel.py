@@ -16,8 +16,9 @@ import triton.language as tl
 from raypp.ops.cuda.kernel_launch import Device, start
 from raypp.ops.row_tokens import NO_TOKEN, StepTokens
 from raypp.ops.sample.adjust import BANNED
-from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Asked, Needs
+from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Asked
 from raypp.ops.sample.token_history import TokenHistory
+from raypp.row_params import Needs
 
 _TILE = 2048
 _MIN_PART = 8192
@@ -69,14 +70,14 @@ class LogitAdjuster:
             tables.bias_token_ids,
             tables.bias,
             tables.num_biased,
-            tables.repetition,
-            tables.frequency,
-            tables.presence,
+            tables.repetition_penalty,
+            tables.frequency_penalty,
+            tables.presence_penalty,
             history.output_counts,
             history.in_prompt.view(torch.uint8),
             history.tokens.table,
             history.lengths,
-            tables.min_lengths,
+            tables.min_length,
             tables.end_token_ids,
             tables.bad_words,
             tables.num_bad_words,

@@ -40,7 +40,7 @@ from raypp.ops.cuda.thresholds import (
 )
 from raypp.ops.sample import truncation as twin
 from raypp.ops.sample.draw_sizes import MAX_NUM_BLOCKS, ROOM
-from raypp.ops.sample.tables import AdjustedLogits, DrawTables
+from raypp.ops.sample.tables import AdjustedLogits, RowTables
 
 _TILE = 2048
 _MIN_PART = 4096
@@ -87,7 +87,7 @@ class TokenChooser:
         logits: AdjustedLogits,
         rows: torch.Tensor,
         positions: torch.Tensor,
-        tables: DrawTables,
+        tables: RowTables,
         *,
         truncates: bool = True,
     ) -> torch.Tensor:
@@ -104,7 +104,7 @@ class TokenChooser:
         if self._truncated is None:
             self._truncated = _Truncated(self._max_rows, vocab_size, logits.own.device)
         part, num_parts = self._parts(num_rows, vocab_size)
-        given = (*_tensors(logits), rows, tables.temperature, *tables.truncation)
+        given = (*_tensors(logits), rows, tables.temperature, tables.top_k, tables.top_p, tables.min_p)
         between = self._truncated.tensors()
         parts = self._results_of_parts(num_rows * num_parts)
         sizes = (vocab_size, part // _TILE)
@@ -122,9 +122,9 @@ class TokenChooser:
             **launch,
         )
         _gather[(num_rows, num_parts)](
-            *given, tables.seeds, positions, tokens, *between, *parts, *sizes, TILE=_TILE, ROOM=ROOM, **launch
+            *given, tables.seed, positions, tokens, *between, *parts, *sizes, TILE=_TILE, ROOM=ROOM, **launch
         )
-        by_row = (*given, tables.seeds, positions, tokens, *between, vocab_size)
+        by_row = (*given, tables.seed, positions, tokens, *between, vocab_size)
         rooms = {"ROOM": ROOM, "FEW": _FEW}
         _finish[(num_rows,)](*by_row, **rooms, **launch)
         _search[(num_rows,)](*by_row, **rooms, TILE=_SEARCHED_TILE, **(launch | {"num_warps": 32}))

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from raypp.ops.sample.tables import ANY_TOKEN, Asked, Needs
+from raypp.ops.sample.tables import ANY_TOKEN, Asked
+from raypp.row_params import Needs
 
 BANNED = -1e30
 """The logit of a banned token. Finite, and still above a token that is not allowed at all: when bans leave nothing of
@@ -38,11 +39,12 @@ def adjusted(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
         )
         add_bias(logits, token_ids.to(torch.int64), bias)
     if Needs.PENALTIES in needs:
-        weights = (table.index_select(0, rows) for table in (tables.repetition, tables.frequency, tables.presence))
+        penalties = (tables.repetition_penalty, tables.frequency_penalty, tables.presence_penalty)
+        weights = (table.index_select(0, rows) for table in penalties)
         penalize(logits, *history.counts(rows, positions), *weights)
     if Needs.MIN_TOKENS in needs:
         end_token_ids = tables.end_token_ids[:, : widths.end_tokens].index_select(0, rows).to(torch.int64)
-        is_early = positions < tables.min_lengths.index_select(0, rows)
+        is_early = positions < tables.min_length.index_select(0, rows)
         ban(logits, end_token_ids, is_early.unsqueeze(1).expand_as(end_token_ids))
     if Needs.BAD_WORDS in needs:
         words = tables.bad_words[:, : widths.bad_words].index_select(0, rows)

@@ -15,7 +15,7 @@ from raypp.ops.sample.draw import sample, sample_greedy
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
 from raypp.ops.sample.logprobs import TopLogprobs, top_logprobs
 from raypp.ops.sample.step_masks import StepMasks, hold
-from raypp.ops.sample.tables import AdjustedLogits, Asked, DrawTables
+from raypp.ops.sample.tables import AdjustedLogits, Asked, RowTables
 from raypp.ops.sample.token_history import TokenHistory
 
 
@@ -67,7 +67,7 @@ class TokenChoice(Protocol):
         logits: AdjustedLogits,
         rows: torch.Tensor,
         positions: torch.Tensor,
-        tables: DrawTables,
+        tables: RowTables,
         *,
         truncates: bool = True,
     ) -> torch.Tensor:
@@ -106,12 +106,12 @@ class TorchTokenChoice:
         logits: AdjustedLogits,
         rows: torch.Tensor,
         positions: torch.Tensor,
-        tables: DrawTables,
+        tables: RowTables,
         *,
         truncates: bool = True,
     ) -> torch.Tensor:
         """Return a draw per position."""
-        temperature, seeds = tables.temperature.index_select(0, rows), tables.seeds.index_select(0, rows)
+        temperature, seeds = tables.temperature.index_select(0, rows), tables.seed.index_select(0, rows)
         truncation = None
         if truncates:
             top_k, top_p, min_p = (table.index_select(0, rows) for table in (tables.top_k, tables.top_p, tables.min_p))

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 
+from raypp import row_params
 from raypp.driver.stage_activity import StageActivity
 from raypp.messages import NO_STEP, StageReport, StepPlan, Unrecorded, pack, unpack
 from raypp.scheduler.step_predictor import RooflineCost, StageTimes, StepPredictor, StepWork
@@ -13,11 +14,7 @@ from raypp.tracing import FORWARD, ForwardCounter, Tracer, now_ns
 
 
 def _plan(step_id: int, cohort: int = 0, tokens: tuple[int, ...] = (1, 1)) -> StepPlan:
-    empty32, empty64 = np.empty(0, np.int32), np.empty(0, np.int64)
-    values = {
-        name: np.empty(0, np.float32) if "temperature" in name or "_p" in name else empty32
-        for name in StepPlan.__dataclass_fields__
-    }
+    values = dict.fromkeys(StepPlan.__dataclass_fields__, np.empty(0, np.int32))
     values |= {
         "step_id": step_id,
         "cohort": cohort,
@@ -28,7 +25,7 @@ def _plan(step_id: int, cohort: int = 0, tokens: tuple[int, ...] = (1, 1)) -> St
         "num_scheduled_tokens": np.array(tokens, np.int32),
         "num_computed_tokens": np.full(len(tokens), 7, np.int32),
         "samples": np.ones(len(tokens), np.bool_),
-        "start_seed": empty64,
+        "start_params": np.empty(0, row_params.DTYPE),
     }
     return StepPlan(**values)
 

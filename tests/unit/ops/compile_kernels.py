@@ -39,17 +39,10 @@ from raypp.ops.cuda.token_quantization import TokenNorm
 from raypp.ops.routing import Routing
 from raypp.ops.row_tokens import RowTokens, StepTokens
 from raypp.ops.sample.step_masks import StepMasks
-from raypp.ops.sample.tables import (
-    AdjustedLogits,
-    Asked,
-    DrawTables,
-    Needs,
-    PositionMasks,
-    RowTables,
-    Widths,
-)
+from raypp.ops.sample.tables import AdjustedLogits, Asked, PositionMasks, RowTables, Widths
 from raypp.ops.sample.token_history import TokenHistory
 from raypp.ops.weight import Weight
+from raypp.row_params import Needs
 
 CPU = torch.device("cpu")
 DEVICE = Device(CPU, num_processors=132, has_dependent_launch=True)
@@ -240,16 +233,20 @@ def call_all(workspace: Workspace) -> None:
     for rows in (1, 2):
         x, y = torch.empty(rows, 4096, dtype=BF16), logits[:rows]
         projection.project(x, head, None, own_product(rows, head, DEVICE).tuning, DEVICE, workspace, out=y)
-    draws = DrawTables(torch.ones(32), lengths, torch.ones(32), torch.zeros(32), integers)
     row_tables = RowTables(
+        temperature=torch.ones(32),
+        top_k=lengths,
+        top_p=torch.ones(32),
+        min_p=torch.zeros(32),
+        seed=integers,
         needs=lengths,
         bias_token_ids=torch.zeros(32, 1024, dtype=torch.int32),
         bias=torch.zeros(32, 1024),
         num_biased=lengths,
-        repetition=torch.ones(32),
-        frequency=torch.zeros(32),
-        presence=torch.zeros(32),
-        min_lengths=integers,
+        repetition_penalty=torch.ones(32),
+        frequency_penalty=torch.zeros(32),
+        presence_penalty=torch.zeros(32),
+        min_length=lengths,
         end_token_ids=torch.zeros(32, 64, dtype=torch.int32),
         bad_words=torch.zeros(32, 256, 64, dtype=torch.int32),
         num_bad_words=lengths,
@@ -264,7 +261,7 @@ def call_all(workspace: Workspace) -> None:
         adjusted = chooser.adjust(logits, asked)
     for given in (AdjustedLogits(logits), adjusted):
         chooser.greedy(given)
-        chooser.draw(given, integers, integers, draws)
+        chooser.draw(given, integers, integers, row_tables)
     chooser.report(logits, integers, integers, row_tables.num_reported)
     generated = StepTokens(integers, integers, torch.zeros(32, 5), lengths)
     chooser.remember(generated, lengths, history, counts=True)

@@ -5,7 +5,7 @@ from raypp.scheduler.kv_blocks import CpuBlocks
 def taken(blocks: CpuBlocks) -> tuple[int, dict[int, int], dict[int, int]]:
     """Return the batch: after which step, device to CPU blocks out, device to CPU blocks in."""
     blocks.check_integrity()
-    packed = blocks.in_cpu_memory.take_copies()
+    packed = blocks.take_copies()
     if not len(packed):
         return NO_STEP, {}, {}
     copies = unpack(BlockCopies, packed.data)

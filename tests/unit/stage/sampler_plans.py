@@ -9,7 +9,7 @@ import torch
 
 from raypp.messages import StepPlan, pack, unpack
 from raypp.ops.row_tokens import RowTokens, StepTokens
-from raypp.ops.sample.tables import Needs
+from raypp.row_params import Needs
 from raypp.scheduler.ending import end_token_ids
 from raypp.scheduler.plan_builder import build_plan
 from raypp.scheduler.request import Request
@@ -67,7 +67,7 @@ def sampler_of(spec: StageSpec, device: torch.device) -> Sampler:
 def start(sampler: Sampler, requests: Sequence[Request], rows: Sequence[int]) -> None:
     plan = start_plan(requests, rows)
     sampler.history.tokens.start(plan)
-    sampler.start(StartingRows(plan, sampler.rows.draws.seeds.device))
+    sampler.start(StartingRows(plan, sampler.rows.tables.seed.device))
 
 
 def choose(
@@ -92,7 +92,7 @@ def commit(
     num_valid: Sequence[int] | None = None,
 ) -> None:
     """Take in what a step yielded."""
-    device = sampler.rows.draws.seeds.device
+    device = sampler.rows.tables.seed.device
     columns = (torch.tensor(values, device=device) for values in (rows, positions, token_ids))
     counts = None if num_valid is None else torch.tensor(num_valid, device=device)
     if needs & Needs.HISTORY:

@@ -13,7 +13,8 @@ from raypp.messages import MaskUpdate, StepPlan
 from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.adjust import adjusted
 from raypp.ops.sample.step_masks import FREE, StepMasks, hold
-from raypp.ops.sample.tables import Asked, Needs
+from raypp.ops.sample.tables import Asked
+from raypp.row_params import Needs
 from raypp.scheduler.request import Request
 from raypp.stage.grammar_masks import GrammarMasks, body_mark
 from raypp.stage.step_batch import StepBatch, graph_batch

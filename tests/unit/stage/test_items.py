@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raypp import row_params
 from raypp.encoder.encoded_item import EncodedItem
 from raypp.messages import NO_BYTES, StepForm, StepPlan
 from raypp.prompt_items import EncoderItem, PromptItems
@@ -68,7 +69,8 @@ def _plan(rows, computed, scheduled, num_decode_rows, starting, num_item_tokens)
         "start_rows": np.array(list(starting), np.int32),
         "start_num_tokens": np.array([num_tokens for num_tokens, _ in starting.values()], np.int32),
         "start_token_ids": np.zeros(sum(num_tokens for num_tokens, _ in starting.values()), np.int32),
-        "start_extras": NO_BYTES,
+        "start_params": np.zeros(len(starting), row_params.DTYPE),
+        "start_lists": NO_BYTES,
         "start_items": pack_start_items(states),
     }
     return StepPlan(**values)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from transformers import TopPLogitsWarper
 
 from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.draw import draw_scores
-from raypp.ops.sample.tables import Needs
+from raypp.row_params import Needs
 from raypp.scheduler.ending import end_token_ids
 from raypp.scheduler.request import Request
 from raypp.starting_rows import StartingRows
@@ -183,8 +183,8 @@ def test_greedy_rows_need_nothing():
     sampler = sampler_of(spec(), CPU)
     start(sampler, [Request("r", np.array([1], np.int32), SamplingParams(temperature=0.0, top_k=3, top_p=0.5), 0)], [0])
     assert sampler.rows.needs(np.array([0])) == Needs.GREEDY
-    extras = StartingRows(start_plan([Request("r", np.array([1], np.int32), SamplingParams(), 0)], [0]), CPU).extras
-    assert extras is None
+    lists = StartingRows(start_plan([Request("r", np.array([1], np.int32), SamplingParams(), 0)], [0]), CPU).lists
+    assert lists is None
 
 
 @pytest.mark.parametrize("num_entries", [1, 3, 64])
