@@ -21,8 +21,8 @@ from raypp.ops.cuda.draw_kernels import TokenChooser
 from raypp.ops.cuda.heads import append_heads, rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.projection import Product
-from raypp.ops.sample.draw import sample
 from raypp.ops.sample.tables import AdjustedLogits, RowTables
+from raypp.ops.sample.token_choice import sample
 from raypp.ops.weight import Weight
 
 ROWS = (1, 16, 32, 64, 128, 256)

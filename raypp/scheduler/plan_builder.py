@@ -177,8 +177,8 @@ def _block_arrays(grown: Sequence[RequestState]) -> dict[str, NDArray[Any]]:
         positions += range(num_sent, num_blocks)
         block_ids += state.blocks[num_sent:]
         state.num_sent_blocks = num_blocks
-    columns = {"block_rows": rows, "block_positions": positions, "block_ids": block_ids}
-    return {name: np.array(values, np.int32) for name, values in columns.items()}
+    columns = np.array([rows, positions, block_ids], np.int32)
+    return {"block_rows": columns[0], "block_positions": columns[1], "block_ids": columns[2]}
 
 
 def _int32s(values: Iterable[int]) -> NDArray[np.int32]:

@@ -22,9 +22,9 @@ from raypp.ops.attention import AttentionBatch
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
 from raypp.ops.row_tokens import StepTokens
 from raypp.row_params import Needs
-from raypp.stage.sampler import Sampler
 from raypp.stage.stage_model import StageModel
 from raypp.stage.stage_spec import StageSpec
+from raypp.stage.step_end import Sampler
 from raypp.stage.step_sizes import FullSize
 
 

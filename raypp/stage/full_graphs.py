@@ -31,9 +31,9 @@ from raypp.stage.request_rows import FedBack
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.speculation import Search
 from raypp.stage.stage_spec import StageSpec
-from raypp.stage.step_batch import StepBatch, graph_batch
+from raypp.stage.step_batch import LastHidden, StepBatch, graph_batch
 from raypp.stage.step_end import EndInputs, EndOutputs, StepEnd
-from raypp.stage.step_layers import LastHidden, StepLayers
+from raypp.stage.step_layers import StepLayers
 from raypp.stage.step_result import PackedResult
 from raypp.stage.step_sizes import FullSize
 from raypp.transport.edges import StageLinks

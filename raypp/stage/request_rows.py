@@ -19,7 +19,7 @@ import torch
 
 from raypp.messages import NO_INT32S, NULL_BLOCK, Int32s, StepPlan
 from raypp.ops.host_to_device import to_device, to_device_together
-from raypp.ops.row_inputs import NewEntries, RowInputs, row_inputs
+from raypp.ops.row_inputs import NewEntries
 from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_batch import StepBatch
 from raypp.starting_rows import StartingRows
@@ -37,8 +37,6 @@ class BlockTables:
     """
 
     def __init__(self, spec: StageSpec, device: torch.device) -> None:
-        self._block_size = spec.block_size
-        self._max_len = spec.max_seq_len
         self._device = device
         self._no_entries = NewEntries(*torch.empty(3, 0, dtype=torch.int64, device=device).unbind())
         num_entries = spec.blocks_per_row + 1
@@ -56,11 +54,6 @@ class BlockTables:
             return self._no_entries
         columns = [each.astype(np.int64) for each in (plan.block_rows, plan.block_positions, plan.block_ids)]
         return NewEntries(*to_device_together(columns, self._device))
-
-    def inputs(self, batch: StepBatch) -> RowInputs:
-        """Write new entries, and return what the tables say to a step; as they are when it runs, so graphs follow."""
-        sizes = {"block_size": self._block_size, "max_len": self._max_len}
-        return row_inputs(self.tables, batch.entries, batch.rows, batch.num_computed_tokens, batch.queries, **sizes)
 
 
 class KnownTokens:
@@ -184,24 +177,22 @@ class NextInputs:
             draft_ids = feedback["draft_ids"].index_select(0, batch.sampled)
             self._draft_ids.index_copy_(0, batch.sampled_rows, draft_ids)
 
-    def num_computed_tokens(self, batch: StepBatch) -> torch.Tensor:
-        """Return each row's tokens before this step, int32 [R]: decode rows from the table, prefill rows as planned."""
-        decode = self._lengths.index_select(0, batch.rows[: batch.num_decode_rows]).sub_(1)
-        if batch.is_decode:
-            return decode
-        planned = batch.plan.num_computed_tokens[batch.num_decode_rows :]
-        return torch.cat((decode, to_device(planned, self._device)))
+    def of_step(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each row's tokens before a step, int32 [R], and the step's token ids, int32 [T].
 
-    def input_ids(self, batch: StepBatch) -> torch.Tensor:
-        """Return the step's tokens, int32 [T]: those of decode rows from the tables, then those of its chunks."""
+        Those of decode rows come from the tables, those of prefill rows from the host.
+        """
         decode_rows, num_drafts = batch.rows[: batch.num_decode_rows], batch.query_len - 1
-        decode = self._last_token_ids.index_select(0, decode_rows)
+        computed = self._lengths.index_select(0, decode_rows).sub_(1)
+        token_ids = self._last_token_ids.index_select(0, decode_rows)
         if num_drafts:
             drafts = self._draft_ids.index_select(0, decode_rows)[:, :num_drafts]
-            decode = torch.cat((decode.unsqueeze(1), drafts), dim=1).view(-1)
-        if batch.is_decode:
-            return decode
-        return torch.cat((decode, to_device(self._known_tokens.of_chunks(batch), self._device)))
+            token_ids = torch.cat((token_ids.unsqueeze(1), drafts), dim=1).view(-1)
+        if not batch.is_decode:
+            planned = batch.plan.num_computed_tokens[batch.num_decode_rows :]
+            computed = torch.cat((computed, to_device(planned, self._device)))
+            token_ids = torch.cat((token_ids, to_device(self._known_tokens.of_chunks(batch), self._device)))
+        return computed, token_ids
 
     def _apply(self, fed_back: FedBack) -> None:
         step_id, batch, num_rows = fed_back

@@ -25,15 +25,14 @@ from raypp.stage.full_graphs import FullGraphs
 from raypp.stage.grammar_masks import GrammarMasks
 from raypp.stage.logprob_reports import LogprobReporter
 from raypp.stage.request_rows import BlockTables, FedBack, KnownTokens, NextInputs
-from raypp.stage.sampler import Sampler
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.speculation import Speculation
 from raypp.stage.stage_model import StageModel
 from raypp.stage.stage_spec import StageSpec
-from raypp.stage.step_batch import StepBatch, StepBatches
-from raypp.stage.step_end import StepEnd
+from raypp.stage.step_batch import LastHidden, StepBatch, StepBatches
+from raypp.stage.step_end import Sampler, StepEnd
 from raypp.stage.step_items import ItemRows, ItemStore
-from raypp.stage.step_layers import LastHidden, StepLayers
+from raypp.stage.step_layers import StepLayers
 from raypp.stage.step_result import PendingResult, ResultRing, forward_clock
 from raypp.stage.step_sizes import StageGraphs, StepPadding, StepSize, StepSizes, check_required
 from raypp.starting_rows import StartingRows

@@ -23,6 +23,7 @@ from raypp.ops.attention import AttentionBatch
 from raypp.ops.host_to_device import to_device_together
 from raypp.ops.row_inputs import NewEntries, Queries
 from raypp.row_params import Needs
+from raypp.specdec.proposer import StepHidden
 from raypp.stage.step_sizes import FullSize, StepSize, full_graph_size
 
 
@@ -133,6 +134,15 @@ class StepBatch:
         if self.has_one_token_per_row and self.all_sample:
             return self.rows
         return self.rows.index_select(0, self.logits_row_indices)
+
+
+@dataclass(frozen=True, eq=False)
+class LastHidden:
+    """What the layers of the last stage gave. N tokens have a successor to be chosen."""
+
+    logits: torch.Tensor  # [N, V]
+    positions: torch.Tensor  # [N] int64, of the tokens that are chosen
+    hidden: StepHidden  # of all tokens of the step
 
 
 class StepBatches:

@@ -15,7 +15,6 @@ number of tokens. Padding is zeros, writes into the null block, and no token att
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -26,25 +25,17 @@ from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK, StepForm
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.host_to_device import to_device
+from raypp.ops.row_inputs import row_inputs
 from raypp.specdec.proposer import StepHidden
 from raypp.stage.first_steps import padding_step
 from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.stage_model import StageModel
 from raypp.stage.stage_spec import StageSpec
-from raypp.stage.step_batch import StepBatch
+from raypp.stage.step_batch import LastHidden, StepBatch
 from raypp.stage.step_items import ItemRows, ItemStore, carried_rows, place_items, received_deepstack
 from raypp.transport.schema import aux_states_name
 
 PIECEWISE = "piecewise"
-
-
-@dataclass(frozen=True, eq=False)
-class LastHidden:
-    """What the layers of the last stage gave. N tokens have a successor to be chosen."""
-
-    logits: torch.Tensor  # [N, V]
-    positions: torch.Tensor  # [N] int64, of the tokens that are chosen
-    hidden: StepHidden  # of all tokens of the step
 
 
 class AuxStates:
@@ -211,7 +202,7 @@ class StepLayers:
     ) -> None:
         self._spec = spec
         self._device = torch.device(spec.device)
-        self._num_ring_entries = spec.num_ring_entries
+        self._max_len = spec.max_seq_len
         self._model = model
         self.kv_caches = kv_caches
         self.block_tables = block_tables
@@ -246,14 +237,22 @@ class StepLayers:
             Token ids [T] int32 on the first stage, else hidden states [T, H].
         """
         if self.next_inputs is not None:
-            batch.num_computed_tokens = self.next_inputs.num_computed_tokens(batch)
-            entering = self.next_inputs.input_ids(batch)
+            batch.num_computed_tokens, entering = self.next_inputs.of_step(batch)
         else:
             batch.num_computed_tokens, entering = (
                 batch.received["num_computed_tokens"],
                 batch.received["hidden_states"],
             )
-        of_rows = self.block_tables.inputs(batch)
+        # As the tables are when this runs, so that graphs follow them.
+        of_rows = row_inputs(
+            self.block_tables.tables,
+            batch.entries,
+            batch.rows,
+            batch.num_computed_tokens,
+            batch.queries,
+            block_size=self._spec.block_size,
+            max_len=self._max_len,
+        )
         batch.positions = batch.rope_positions = of_rows.positions
         if self.item_rows is not None:
             batch.rope_positions = self.item_rows.rope_positions(batch)

@@ -1,4 +1,4 @@
-"""Chooses a token per row, greedily or by a draw. Twins: `raypp.ops.sample.draw`, `raypp.ops.sample.truncation`.
+"""Chooses a token per row, greedily or by a draw. Twins: `raypp.ops.sample.token_choice`, `.truncation`.
 
 Greedy tokens take one launch, in which the last program of a row compares what all have found. Draws take four:
 

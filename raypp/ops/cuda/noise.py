@@ -1,4 +1,4 @@
-"""The noise of draws: a function of a row's seed, the position and the token. Twin: `raypp.ops.sample.draw`."""
+"""The noise of draws: a function of a row's seed, the position and the token. Twin: `raypp.ops.sample.token_choice`."""
 
 from __future__ import annotations
 

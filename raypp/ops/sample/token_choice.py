@@ -1,22 +1,126 @@
 """The choice of tokens as the last stage's sampler calls it: the protocol, and plain torch for any device.
 
 `raypp.ops.cuda.kernel_token_choice` does it by kernels.
+
+A draw is the argmax of `logits / temperature + Gumbel noise`, which has exactly the softmax distribution (the
+Gumbel-max trick, E. J. Gumbel 1954). The noise is a pure function of (seed, position, token id): not of the batch, not
+of the row, not of whether the token was drafted. So a request's text depends on its own seed alone. The bits are
+SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): each (seed, position) is a stream, the token id its index.
+
+R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Protocol
 
 import torch
 
 from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.adjust import adjusted
-from raypp.ops.sample.draw import sample, sample_greedy
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
 from raypp.ops.sample.logprobs import TopLogprobs, top_logprobs
 from raypp.ops.sample.step_masks import StepMasks, hold
 from raypp.ops.sample.tables import AdjustedLogits, Asked, RowTables
 from raypp.ops.sample.token_history import TokenHistory
+from raypp.ops.sample.truncation import Truncation, may_draw
+
+_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+_MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+_LOW_32 = 0xFFFFFFFF
+_BELOW_ONE = 1.0 - 2.0**-24
+
+
+def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the logical shift of signed 64-bit integers, whose own `>>` copies the sign."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
+    bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
+    return bits ^ _shift_right(bits, 31)
+
+
+@cache
+def _stream_offsets(vocab_size: int, device: torch.device) -> torch.Tensor:
+    return (torch.arange(1, vocab_size + 1, dtype=torch.int64, device=device) * _GOLDEN).unsqueeze(0)
+
+
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return standard Gumbel noise, float32 [R, vocab_size].
+
+    Shapes: seeds [R] int64; positions [R] int64, the absolute position of the token that is being chosen.
+    """
+    keys = _mix(_mix(seeds + _GOLDEN) + (positions + 1) * _GOLDEN).unsqueeze(1)
+    bits = _mix(keys + _stream_offsets(vocab_size, seeds.device)) & _LOW_32
+    # The winner's uniform lies near 0, where float32 is finest: -log1p(-u) keeps its 32 bits.
+    uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=_BELOW_ONE)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def mask_truncated(logits: torch.Tensor, temperature: torch.Tensor, truncation: Truncation) -> torch.Tensor:
+    """Return tempered logits, with those of tokens that may not be drawn at -inf.
+
+    Shapes: logits [R, V]; temperature [R] float32. Rows of temperature 0 are not truncated.
+    """
+    is_greedy = temperature == 0
+    kept = may_draw(logits.to(torch.float32), torch.where(is_greedy, 1.0, temperature), truncation)
+    return temper(logits, temperature).masked_fill_(~(kept | is_greedy.unsqueeze(1)), -torch.inf)
+
+
+def sample_greedy(logits: torch.Tensor) -> torch.Tensor:
+    """Return each row's most likely token, int64 [R]; -1 where logits are not finite. Shapes: logits [R, V]."""
+    return logits.argmax(dim=-1).masked_fill_(not_finite(logits), -1)
+
+
+def not_finite(logits: torch.Tensor) -> torch.Tensor:
+    """Return which rows have a logit that is NaN or infinite, bool [R]; -inf is that of a banned token."""
+    return ~(logits.amax(dim=-1) < torch.inf)
+
+
+def temper(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Return float32 logits divided by their row's temperature, the highest 0; of rows of temperature 0 only shifted.
+
+    Shapes: logits [R, V]; temperature [R] float32.
+    """
+    logits = logits.to(torch.float32)
+    logits = logits - logits.amax(dim=-1, keepdim=True)  # so that a tiny temperature cannot overflow
+    return logits / torch.where(temperature == 0, 1.0, temperature).unsqueeze(1)
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    truncation: Truncation | None = None,
+) -> torch.Tensor:
+    """Draw each row's token from its tempered, truncated distribution; rows of temperature 0 take the most likely one.
+
+    Shapes: see `draw_scores`. Returns: int64 [R], -1 where logits are not finite. Never synchronizes with the host.
+    """
+    scores = draw_scores(logits, temperature, seeds, positions, truncation)
+    return scores.argmax(dim=-1).masked_fill_(not_finite(logits), -1)
+
+
+def draw_scores(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    truncation: Truncation | None = None,
+) -> torch.Tensor:
+    """Return the scores of a draw, float32 [R, V], whose largest wins: tempered, truncated logits with noise.
+
+    Shapes: logits [R, V]; temperature [R] float32; seeds, positions [R] int64; truncation, or None when no row
+    truncates. No noise where the temperature is 0.
+    """
+    logits = temper(logits, temperature) if truncation is None else mask_truncated(logits, temperature, truncation)
+    noise = gumbel_noise(seeds, positions, logits.shape[1]).masked_fill_((temperature == 0).unsqueeze(1), 0.0)
+    return logits + noise
 
 
 class TokenChoice(Protocol):
@@ -71,7 +175,7 @@ class TokenChoice(Protocol):
         *,
         truncates: bool = True,
     ) -> torch.Tensor:
-        """Return a draw per position, int64 [N]; see `raypp.ops.sample.draw.sample`, whose draws these are.
+        """Return a draw per position, int64 [N]; see `raypp.ops.sample.token_choice.sample`, whose draws these are.
 
         Shapes: logits [N, V]; rows, positions [N] int64. `truncates` says whether any row does: kernels find that out
         row by row, torch does it for all.

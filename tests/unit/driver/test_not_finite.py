@@ -12,7 +12,7 @@ from raypp.errors import NonFiniteLogitsError
 from raypp.openai_api.error_bodies import describe_error
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.stage.sampler import Sampler
+from raypp.stage.step_end import Sampler
 from raypp.testing import LocalEngine, build_local_pipeline
 from raypp.testing.op_tape import tape_graphs
 from raypp.types import SamplingParams

@@ -15,8 +15,8 @@ from raypp.scheduler.plan_builder import build_plan
 from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
 from raypp.scheduler.running import Chunk, Cohort, InFlightStep
-from raypp.stage.sampler import Sampler
 from raypp.stage.stage_spec import StageSpec
+from raypp.stage.step_end import Sampler
 from raypp.starting_rows import StartingRows
 
 VOCAB_SIZE = 70

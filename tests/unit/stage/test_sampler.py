@@ -15,7 +15,7 @@ from scipy import stats
 from transformers import TopPLogitsWarper
 
 from raypp.ops.row_tokens import StepTokens
-from raypp.ops.sample.draw import draw_scores
+from raypp.ops.sample.token_choice import draw_scores
 from raypp.row_params import Needs
 from raypp.scheduler.ending import end_token_ids
 from raypp.scheduler.request import Request
