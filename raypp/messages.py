@@ -195,11 +195,11 @@ class TokenLogprobs(NamedTuple):
 
 
 class Unrecorded(IntEnum):
-    """Why a step of a stage that makes recordings ran without one, operation by operation."""
+    """Why a step of a stage that makes CUDA graphs ran without one."""
 
-    ROWS = 0  # every row decodes, and nothing was recorded for so many rows with so many drafts
-    TOKENS = 1  # it has prompts, and more tokens than the largest recording
-    CHOICE = 2  # its layers were a recording, but what its rows ask of the choice of tokens was not recorded
+    ROWS = 0  # every row decodes, and there is no graph for so many rows with so many drafts
+    TOKENS = 1  # it has prompts, and more tokens than the largest graph
+    CHOICE = 2  # its layers were a graph, but there is none for what its rows ask of the choice of tokens
 
 
 class StepForm(IntEnum):

@@ -2,7 +2,7 @@
 
 A lane is one process: `driver`, `stage 0`, `stage 1`, .... A stage's lane holds, per step, a `forward` (the model's own
 work, nothing else; on a GPU when the GPU did it) and a `host` (all that the stage's thread did for the step; on a GPU
-that is queueing, mostly ahead of the forward). A step that is no recording has a `wait` too (for its input, and making
+that is queueing, mostly ahead of the forward). A step that is no full graph has a `wait` too (for its input, and making
 it ready), and on the last stage a `sample`. Times are CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
@@ -66,7 +66,7 @@ class ForwardCounter:
         self._copy_wait_ns += wait_ns
 
     def add_unrecorded(self, why: Unrecorded) -> None:
-        """Count a step that ran without a recording, before its forward is counted."""
+        """Count a step that ran without a graph, before its forward is counted."""
         self._num_unrecorded[why] += 1
 
     def note_told(self, report: StageReport) -> None:

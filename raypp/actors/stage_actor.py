@@ -122,7 +122,7 @@ class StageActor:
         return None
 
     def connect(self, addresses: StageAddresses, timeout_s: float) -> StageGraphs:
-        """Open the links to the neighbours and the step channel to the driver; return what was recorded."""
+        """Open the links to the neighbours and the step channel to the driver; return what was captured."""
         import torch
 
         from raypp.encoder.delivery import ItemReceiver

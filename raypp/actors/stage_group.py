@@ -72,7 +72,7 @@ class StageGroup:
         server_key: bytes | None,
         deadline: Deadline,
     ) -> list[StageGraphs]:
-        """Have the stages open their links and step channels, record, and agree; return what each has recorded.
+        """Have the stages open their links and step channels, capture, and agree; return what each has captured.
 
         Raises:
             ConfigError, ResourceError, StageDiedError, DeadlineError: one does not come through.
@@ -90,10 +90,10 @@ class StageGroup:
             )
             for actor, host, plan_address in zip(self._actors, self._hosts(), plan_addresses, strict=True)
         ]
-        recordings: list[StageGraphs] = self._gather(connecting, "connecting to its neighbours", deadline)
-        sizes = StepSizes.common([of_stage.sizes for of_stage in recordings])
+        graphs: list[StageGraphs] = self._gather(connecting, "connecting to its neighbours", deadline)
+        sizes = StepSizes.common([of_stage.sizes for of_stage in graphs])
         self._gather([actor.pad_to.remote(sizes) for actor in self._actors], "agreeing about sizes", deadline)
-        return recordings
+        return graphs
 
     def run(
         self, heartbeat_s: float, silence_timeout_s: float, on_failure: Callable[[RayppError, Witness], None]

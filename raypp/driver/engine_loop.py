@@ -7,18 +7,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Protocol
 
 from raypp.driver.grammars import Grammars
 from raypp.driver.item_encoders import ItemEncoders, ItemFailed, ItemsDropped, ItemsStored
-from raypp.driver.pipeline import Pipeline
 from raypp.errors import NonFiniteLogitsError, RayppError, RequestError
-from raypp.messages import StepPlan
+from raypp.messages import MaskUpdate, StepPlan, StepResult
 from raypp.scheduler.request import Request, RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
 from raypp.scheduler.scheduler_stats import SchedulerStats
 from raypp.tracing import Tracer, now_ns
 from raypp.types import FinishReason
+
+
+class Pipeline(Protocol):
+    """A pipeline of stages, wherever they run."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Hand a plan to every stage. Does not wait for it to be executed.
+
+        Raises:
+            DeadlineError: a stage does not take its plans.
+        """
+
+    def send_masks(self, update: MaskUpdate) -> None:
+        """Tell the last stage which tokens grammars allow. Does not wait."""
+
+    def collect(self) -> list[StepResult]:
+        """Return the results that have arrived since the last call, in step order; does not wait.
+
+        Raises:
+            StageDiedError: a stage reported an error.
+        """
+
+    def close(self) -> None:
+        """Tell the stages to stop."""
+
 
 _MAX_INT32 = 2**31 - 1
 

@@ -71,8 +71,8 @@ class StageActivity:
 
     def note_graphs(self, of_stages: Sequence[dict[str, dict[str, float]]]) -> None:
         """Take in what the stages' CUDA graphs cost: by mode, see `raypp.graphs.graph_manager.GraphCost`."""
-        for stage, recordings in zip(self._stages, of_stages, strict=True):
-            stage.graphs = recordings
+        for stage, graphs in zip(self._stages, of_stages, strict=True):
+            stage.graphs = graphs
 
     def note_dispatched(self, plan: StepPlan) -> None:
         """Remember whose step this is."""

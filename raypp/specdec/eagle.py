@@ -30,7 +30,7 @@ class EagleProposer:
         max_len: The most tokens of a row, drafts included.
     """
 
-    is_recorded_apart = True
+    has_own_graphs = True
 
     def __init__(
         self, head: DraftHead, kv_cache: torch.Tensor, block_tables: torch.Tensor, *, num_drafts: int, max_len: int

@@ -57,7 +57,7 @@ class AlwaysProposing:
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
-        self.is_recorded_apart = proposer.is_recorded_apart
+        self.has_own_graphs = proposer.has_own_graphs
         self.follow = proposer.follow
 
     def propose(self, tokens: StepTokens, followed: Followed, max_length: int) -> Drafts:

@@ -17,7 +17,7 @@ _FEW_ROWS = 32
 class NgramProposer:
     """Looks for the row's newest tokens among those before; see `raypp.ops.ngram`."""
 
-    is_recorded_apart = False
+    has_own_graphs = False
 
     def __init__(
         self, tokens: torch.Tensor, *, window: int, min_n: int, max_n: int, num_drafts: int, max_rows: int

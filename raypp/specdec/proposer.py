@@ -41,8 +41,8 @@ class Proposer(Protocol):
     first takes in the step, the second depends on the number of rows alone, whatever step it was.
     """
 
-    is_recorded_apart: bool
-    """Whether the two parts are worth recordings of their own: they take long, or many recordings would repeat them."""
+    has_own_graphs: bool
+    """Whether the two parts are worth graphs of their own: they take long, or many graphs would repeat them."""
 
     def follow(self, tokens: StepTokens, hidden: StepHidden) -> Followed:
         """Take in a step whose drafts are verified; called once for each, whether something is proposed or not."""
@@ -68,7 +68,7 @@ class HybridProposer:
     def __init__(self, first: Proposer, second: Proposer) -> None:
         self._first = first
         self._second = second
-        self.is_recorded_apart = first.is_recorded_apart or second.is_recorded_apart
+        self.has_own_graphs = first.has_own_graphs or second.has_own_graphs
 
     def follow(self, tokens: StepTokens, hidden: StepHidden) -> Followed:
         """Take in a step."""

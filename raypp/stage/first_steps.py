@@ -1,8 +1,8 @@
 """The first steps of a stage on a GPU, of padding alone: kernels compile, and memory is found to suffice.
 
 `warm_up` runs the largest step that a plan may order, and small mixed ones, and chooses tokens as called steps do:
-recordings, which also verify drafts and follow grammars, hold other kernels, and the first request that draws would
-have all others wait for these. `compile_ahead` runs every decode step that will be recorded, side by side in threads:
+full graphs, which also verify drafts and follow grammars, hold other kernels, and the first request that draws would
+have all others wait for these. `compile_ahead` runs every decode step that will be captured, side by side in threads:
 one after the other their kernels take a second each to compile.
 """
 

@@ -152,7 +152,7 @@ class FullGraphs:
         self.drafts: DraftGraphs | None = None
         """What the proposer's own graphs do, if it has some."""
         speculation = None if end is None else end.speculation
-        if speculation is not None and speculation.proposer.is_recorded_apart:
+        if speculation is not None and speculation.proposer.has_own_graphs:
             self.drafts = DraftGraphs(
                 spec, speculation, graphs, FULL, lambda bucket: self._feedback_views(bucket)["draft_ids"]
             )

@@ -70,8 +70,8 @@ class Speculation:
         if given.uses_head:
             self.head_kv_caches.append(_head_kv_caches(spec, head, device))
         self.proposer = _proposer(spec, tokens.table, head, self.head_kv_caches, block_tables)
-        self._is_sparing = device.type == "cpu" or self.proposer.is_recorded_apart
-        self._shadow_every = _HEAD_SHADOW_EVERY if self.proposer.is_recorded_apart else _SHADOW_EVERY
+        self._is_sparing = device.type == "cpu" or self.proposer.has_own_graphs
+        self._shadow_every = _HEAD_SHADOW_EVERY if self.proposer.has_own_graphs else _SHADOW_EVERY
         self._num_plain_steps: dict[int, int] = {}  # by cohort, since the last search
         self._forced: ForcedAcceptance | None = None
         if given.forced_acceptance_rate is not None:

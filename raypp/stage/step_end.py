@@ -66,7 +66,7 @@ class Sampler:
             self.history.start(row, starting.token_ids[index], prompt_lens[index], counts=counts)
 
     def reserve(self) -> None:
-        """Have all tables from now on, in full: recordings read them."""
+        """Have all tables from now on, in full: graphs read them."""
         self.rows.reserve()
         self.history.reserve()
 

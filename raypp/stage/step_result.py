@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -179,22 +178,6 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-class ForwardClock(Protocol):
-    """Notes forwards in a tracer."""
-
-    def begin(self, step_id: int, form: StepForm) -> None:
-        """Note that a step's input is there and its forward begins."""
-
-    def end(self) -> None:
-        """Note that the forward that began last has ended."""
-
-    def read(self) -> None:
-        """Record what has become known meanwhile. Once per step, when the step has all that it waits for."""
-
-    def catch_up(self) -> bool:
-        """Record what has become known since the last step; return whether that is everything. Between steps."""
-
-
 class HostForwardClock:
     """For stages whose calls return when the work is done."""
 
@@ -280,6 +263,6 @@ class CudaForwardClock:
         return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
 
 
-def forward_clock(tracer: Tracer, device: torch.device) -> ForwardClock:
+def forward_clock(tracer: Tracer, device: torch.device) -> HostForwardClock | CudaForwardClock:
     """Return the clock for a device."""
     return CudaForwardClock(tracer, device) if device.type == "cuda" else HostForwardClock(tracer)

@@ -1,8 +1,8 @@
 """The sizes that steps are padded to. They follow from the plan alone, so every stage finds the same ones.
 
-    full       every row has 1 + K tokens: padded to a number of rows, one recording for the whole step
-    piecewise  any other step: padded to a number of tokens, pieces between attention calls
-    neither    larger steps, and those that nothing was recorded for: operation by operation
+    full graph  every row has 1 + K tokens: padded to a number of rows, one CUDA graph for the whole step
+    piecewise   any other step: padded to a number of tokens, graphs between attention calls
+    eager       larger steps, and those without a graph: operation by operation
 
 The number of rows of a step is never changed to make it fit.
 """
@@ -91,7 +91,7 @@ class StageGraphs:
 
 
 def check_required(stage_index: int, wanted: StepSizes, recorded: StepSizes, costs: Mapping[str, GraphCost]) -> None:
-    """Refuse a stage that has not a single recording of a mode that was asked for by name.
+    """Refuse a stage that has not a single graph of a mode that was asked for by name.
 
     Raises:
         ResourceError: says what memory there was.

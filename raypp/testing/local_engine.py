@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from raypp.driver.engine_loop import Engine
+from raypp.driver.engine_loop import Engine, Pipeline
 from raypp.driver.grammars import Grammars
-from raypp.driver.pipeline import Pipeline
 from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.messages import Int32s
 from raypp.models.config import ModelConfig
@@ -56,7 +55,7 @@ def build_local_stages(
         specs: Of all stages, in order.
         config: The model's.
         factory: Makes their models, if the checkpoint does not.
-        make_graphs: Makes what keeps a stage's recordings, if not the device decides.
+        make_graphs: Makes what keeps a stage's graphs, if not the device decides.
     """
     models = [build_stage_model(spec, config, factory) for spec in specs]
     schemas = StageSchemas.of(specs[0], models[0].hidden_size)
