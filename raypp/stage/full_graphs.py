@@ -282,13 +282,13 @@ class FullGraphs:
             self._entering.read(schema.num_bytes(*batch.size.message), self._has_entered)
             batch.received = schema.views(self._input, *batch.size.message)
         hidden = self._layers.run(batch, self._layers.prepare(batch))
+        slot_mapping = batch.attention.slot_mapping
         if self._spec.is_last:
-            last = self._layers.last(batch, hidden, place=self._place_of_logits(len(hidden)))
-            return batch.attention.slot_mapping, last
+            return slot_mapping, self._layers.last(batch, hidden, place=self._place_of_logits(len(hidden)))
         schema = self._schemas.forward[index]
         self._layers.leave(batch, hidden, schema.views(self._output, *batch.size.message))
         self._leaving.write(schema.num_bytes(*batch.size.message))
-        return batch.attention.slot_mapping, None
+        return slot_mapping, None
 
     def _tail(self, batch: StepBatch, inputs: EndInputs) -> Ended:
         """End a step. Drafts are always compared and proposed: which steps do without is known when it runs."""

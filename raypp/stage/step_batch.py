@@ -129,6 +129,11 @@ class StepBatch:
         self.queries = Queries(starts, self.num_tokens, max([self.query_len, *self.prefill_query_lens]))
         self._on_host = []
 
+    def drop_inputs(self) -> None:
+        """Let go of what the layers read: a kept batch keeps no memory of a step, nor what graphs may use again."""
+        del self.num_computed_tokens, self.positions, self.rope_positions, self.attention
+        self.received, self.items, self.deepstack, self.drafting_tokens = {}, None, None, None
+
     def rows_of_logits(self) -> torch.Tensor:
         """Return the row of each token whose logits are wanted, int64 [N]. Read from `rows` at every call."""
         if self.has_one_token_per_row and self.all_sample:

@@ -24,7 +24,7 @@ from raypp.ops.row_tokens import RowTokens, StepTokens
 from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS, MAX_REPORTED
 from raypp.ops.sample.logprobs import TopLogprobs
 from raypp.ops.sample.step_masks import StepMasks
-from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Asked, PositionMasks, RowTables, Widths
+from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Adjustments, PositionMasks, RowTables, Widths
 from raypp.ops.sample.token_history import TokenHistory
 from raypp.request_limits import (
     MAX_BAD_WORD_SPELLINGS,
@@ -92,7 +92,7 @@ class Sampler:
         if not needs & Needs.CHANGES and masks is None:
             return self._draw(AdjustedLogits(logits), rows, positions, needs)
         chosen = []
-        asked = Asked(rows, positions, self.rows.tables, self.history, needs, self.rows.widths, masks)
+        asked = Adjustments(rows, positions, self.rows.tables, self.history, needs, self.rows.widths, masks)
         for first in range(0, max(len(logits), 1), MAX_CHANGED_POSITIONS):
             places = slice(first, first + MAX_CHANGED_POSITIONS)
             part = asked.part(places)

@@ -298,6 +298,7 @@ class StepLayers:
             into["deepstack"].copy_(carried_rows(batch.deepstack, self._spec.num_carried_taps))
         if self._aux_states is not None:
             self._aux_states.send(batch, into)
+        batch.drop_inputs()
 
     def last(
         self,
@@ -322,4 +323,5 @@ class StepLayers:
         aux = [] if self._aux_states is None else self._aux_states.gather(batch)
         of_rows = (batch.num_decode_rows, batch.logits_indices, next_token_ids)
         stepped = StepHidden(hidden, batch.positions, batch.attention.slot_mapping, aux, *of_rows)
+        batch.drop_inputs()
         return LastHidden(logits, positions + 1, stepped)

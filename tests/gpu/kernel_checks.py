@@ -42,7 +42,7 @@ from raypp.ops.row_tokens import NO_TOKEN, RowTokens, StepTokens
 from raypp.ops.sample.adjust import adjusted
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
 from raypp.ops.sample.logprobs import top_logprobs
-from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Asked, PositionMasks, RowTables, Widths
+from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Adjustments, PositionMasks, RowTables, Widths
 from raypp.ops.sample.token_choice import mask_truncated, sample, sample_greedy
 from raypp.ops.sample.token_history import TokenHistory
 from raypp.ops.weight import Weight, WeightKind
@@ -815,7 +815,7 @@ def check_adjust(num_rows: int, num_drafts: int, vocab_size: int) -> None:
         mask_of = torch.tensor([rng.randrange(-1, 2) for _ in at_rows], dtype=torch.int32, device=DEVICE)
         bits = torch.randint(-(2**31), 2**31, (2, tables.allowed.shape[1]), dtype=torch.int32, device=DEVICE)
         for masks in (None, PositionMasks(mask_of, bits)):
-            asked = Asked(at_rows, positions, tables, history, Needs.ALL, widths, masks)
+            asked = Adjustments(at_rows, positions, tables, history, Needs.ALL, widths, masks)
             got, expected = adjuster.adjust(logits, asked), adjusted(logits, replace(asked, history=expected_history))
             assert torch.equal(logits, given)
             assert got.changed is not None

@@ -16,7 +16,7 @@ import triton.language as tl
 from raypp.ops.cuda.kernel_launch import Device, start
 from raypp.ops.row_tokens import NO_TOKEN, StepTokens
 from raypp.ops.sample.adjust import BANNED
-from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Asked
+from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Adjustments
 from raypp.ops.sample.token_history import TokenHistory
 from raypp.row_params import Needs
 
@@ -50,7 +50,7 @@ class LogitAdjuster:
         self._changed = torch.empty(max_positions, vocab_size, device=device.torch_device)
         self._is_changed = torch.zeros(max_positions, dtype=torch.int32, device=device.torch_device)
 
-    def adjust(self, logits: torch.Tensor, asked: Asked) -> AdjustedLogits:
+    def adjust(self, logits: torch.Tensor, asked: Adjustments) -> AdjustedLogits:
         """Do what each position's row and mask ask for. Shapes: logits [N, V] contiguous."""
         tables, history, masks = asked.tables, asked.history, asked.masks
         num_positions, vocab_size = logits.shape

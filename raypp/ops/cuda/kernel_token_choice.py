@@ -12,7 +12,7 @@ from raypp.ops.cuda.verify_kernels import hold
 from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS
 from raypp.ops.sample.logprobs import TopLogprobs
-from raypp.ops.sample.tables import AdjustedLogits, Asked
+from raypp.ops.sample.tables import AdjustedLogits, Adjustments
 from raypp.ops.sample.token_history import TokenHistory
 
 
@@ -32,7 +32,7 @@ class KernelTokenChoice(TokenChooser):
         self._adjuster: LogitAdjuster | None = None
         self._reporter: Reporter | None = None
 
-    def adjust(self, logits: torch.Tensor, asked: Asked) -> AdjustedLogits:
+    def adjust(self, logits: torch.Tensor, asked: Adjustments) -> AdjustedLogits:
         """Do what rows and masks ask for. Shapes: logits [N, V] contiguous; N at most MAX_CHANGED_POSITIONS."""
         if self._adjuster is None:
             most = min(self._max_positions, MAX_CHANGED_POSITIONS)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from raypp.ops.sample.tables import ANY_TOKEN, Asked
+from raypp.ops.sample.tables import ANY_TOKEN, Adjustments
 from raypp.row_params import Needs
 
 BANNED = -1e30
@@ -21,7 +21,7 @@ BANNED = -1e30
 what is allowed, the choice is made among that, not among everything."""
 
 
-def adjusted(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
+def adjusted(logits: torch.Tensor, asked: Adjustments) -> torch.Tensor:
     """Return the logits with everything done to them that needs and masks say, float32 [N, V].
 
     What the needs name is done to all rows: it is neutral, bit by bit, for those that do not ask for it.

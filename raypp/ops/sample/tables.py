@@ -108,7 +108,7 @@ class AdjustedLogits:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class Adjustments:
     """What is asked of the logits of N positions.
 
     Kernels read by row and position what there is to do; torch does what `needs` and `widths` say, to all rows.
@@ -122,7 +122,7 @@ class Asked:
     widths: Widths
     masks: PositionMasks | None
 
-    def part(self, positions: slice) -> Asked:
+    def part(self, positions: slice) -> Adjustments:
         """Return what is asked at some positions."""
         masks = None if self.masks is None else self.masks.part(positions)
         return replace(self, rows=self.rows[positions], positions=self.positions[positions], masks=masks)

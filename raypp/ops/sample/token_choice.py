@@ -22,7 +22,7 @@ from raypp.ops.sample.adjust import adjusted
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
 from raypp.ops.sample.logprobs import TopLogprobs, top_logprobs
 from raypp.ops.sample.step_masks import StepMasks, hold
-from raypp.ops.sample.tables import AdjustedLogits, Asked, RowTables
+from raypp.ops.sample.tables import AdjustedLogits, Adjustments, RowTables
 from raypp.ops.sample.token_history import TokenHistory
 from raypp.ops.sample.truncation import Truncation, may_draw
 
@@ -126,7 +126,7 @@ def draw_scores(
 class TokenChoice(Protocol):
     """Chooses tokens from logits; never waits for the device. N positions, V vocabulary."""
 
-    def adjust(self, logits: torch.Tensor, asked: Asked) -> AdjustedLogits:
+    def adjust(self, logits: torch.Tensor, asked: Adjustments) -> AdjustedLogits:
         """Do to the logits what rows and masks ask for; see `raypp.ops.sample.adjust.adjusted`. The model's own stay.
 
         What it returns is valid until the next call.
@@ -185,7 +185,7 @@ class TokenChoice(Protocol):
 class TorchTokenChoice:
     """See `TokenChoice`."""
 
-    def adjust(self, logits: torch.Tensor, asked: Asked) -> AdjustedLogits:
+    def adjust(self, logits: torch.Tensor, asked: Adjustments) -> AdjustedLogits:
         """Do what needs and masks say to all rows."""
         return AdjustedLogits(adjusted(logits, asked))
 

@@ -39,7 +39,7 @@ from raypp.ops.cuda.token_quantization import TokenNorm
 from raypp.ops.routing import Routing
 from raypp.ops.row_tokens import RowTokens, StepTokens
 from raypp.ops.sample.step_masks import StepMasks
-from raypp.ops.sample.tables import AdjustedLogits, Asked, PositionMasks, RowTables, Widths
+from raypp.ops.sample.tables import AdjustedLogits, Adjustments, PositionMasks, RowTables, Widths
 from raypp.ops.sample.token_history import TokenHistory
 from raypp.ops.weight import Weight
 from raypp.row_params import Needs
@@ -257,7 +257,7 @@ def call_all(workspace: Workspace) -> None:
     history, masks = TokenHistory(row_tokens, 5000, 4, torch.device("cpu")), PositionMasks(lengths, row_tables.allowed)
     history.reserve()
     for of_grammars in (None, masks):
-        asked = Asked(integers, integers, row_tables, history, Needs.ALL, Widths(1024, 64, 256), of_grammars)
+        asked = Adjustments(integers, integers, row_tables, history, Needs.ALL, Widths(1024, 64, 256), of_grammars)
         adjusted = chooser.adjust(logits, asked)
     for given in (AdjustedLogits(logits), adjusted):
         chooser.greedy(given)

@@ -13,7 +13,7 @@ from raypp.messages import MaskUpdate, StepPlan
 from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.adjust import adjusted
 from raypp.ops.sample.step_masks import FREE, StepMasks, hold
-from raypp.ops.sample.tables import Asked
+from raypp.ops.sample.tables import Adjustments
 from raypp.row_params import Needs
 from raypp.scheduler.request import Request
 from raypp.stage.grammar_masks import GrammarMasks, body_mark
@@ -73,7 +73,7 @@ def inputs_of(masks: GrammarMasks, batch: StepBatch) -> EndInputs:
 def applied(found: StepMasks, logits: torch.Tensor) -> torch.Tensor:
     """Return what the masks make of a step's logits."""
     nothing: Any = None
-    return adjusted(logits, Asked(nothing, nothing, nothing, nothing, Needs.GREEDY, nothing, found.of_positions))
+    return adjusted(logits, Adjustments(nothing, nothing, nothing, nothing, Needs.GREEDY, nothing, found.of_positions))
 
 
 def held(
