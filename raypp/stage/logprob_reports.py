@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from raypp.messages import Bytes, Int32s, StepLogprobs, pack_inside
 from raypp.ops.host_to_device import to_device
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
-from raypp.ops.sample.logprobs import TopLogprobs, top_logprobs
+from raypp.ops.sample.token_choice import TopLogprobs, top_logprobs
 from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_batch import StepBatch
 from raypp.stage.step_end import Sampler

@@ -22,9 +22,8 @@ from raypp.ops.device_kernels import choose_token_choice
 from raypp.ops.host_to_device import to_device
 from raypp.ops.row_tokens import RowTokens, StepTokens
 from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS, MAX_REPORTED
-from raypp.ops.sample.logprobs import TopLogprobs
-from raypp.ops.sample.step_masks import StepMasks
-from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Adjustments, PositionMasks, RowTables, Widths
+from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Adjustments, PositionMasks, RowTables, StepMasks, Widths
+from raypp.ops.sample.token_choice import TopLogprobs
 from raypp.ops.sample.token_history import TokenHistory
 from raypp.request_limits import (
     MAX_BAD_WORD_SPELLINGS,

@@ -41,9 +41,8 @@ from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
 from raypp.ops.row_tokens import NO_TOKEN, RowTokens, StepTokens
 from raypp.ops.sample.adjust import adjusted
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
-from raypp.ops.sample.logprobs import top_logprobs
 from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Adjustments, PositionMasks, RowTables, Widths
-from raypp.ops.sample.token_choice import mask_truncated, sample, sample_greedy
+from raypp.ops.sample.token_choice import mask_truncated, sample, sample_greedy, top_logprobs
 from raypp.ops.sample.token_history import TokenHistory
 from raypp.ops.weight import Weight, WeightKind
 from raypp.row_params import Needs

@@ -11,8 +11,8 @@ from raypp.ops.cuda.logprobs_kernel import Reporter
 from raypp.ops.cuda.verify_kernels import hold
 from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS
-from raypp.ops.sample.logprobs import TopLogprobs
 from raypp.ops.sample.tables import AdjustedLogits, Adjustments
+from raypp.ops.sample.token_choice import TopLogprobs
 from raypp.ops.sample.token_history import TokenHistory
 
 

@@ -1,4 +1,4 @@
-"""Computes log-probabilities of chosen tokens and of the most likely ones. Twin: `raypp.ops.sample.logprobs`.
+"""Computes log-probabilities of chosen tokens and of the most likely ones. Twin: `raypp.ops.sample.token_choice`.
 
     report (position, part)   the part's most likely tokens, the sum of its probabilities, and how many are likelier
                               than the chosen token; the last part of a position joins what all have found
@@ -15,7 +15,7 @@ import triton.language as tl
 from raypp.ops.cuda.kernel_launch import Device, arrives_last, start
 from raypp.ops.cuda.thresholds import load_logits
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
-from raypp.ops.sample.logprobs import TopLogprobs
+from raypp.ops.sample.token_choice import TopLogprobs
 
 _PART = 8192
 _WIDTH = triton.next_power_of_2(MAX_REPORTED)

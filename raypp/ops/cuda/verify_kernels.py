@@ -2,7 +2,7 @@
 
 verify   as many as its drafts equal the model's tokens; writes these to the rows' table.
          Twin: `raypp.specdec.draft_tables.DraftTables`
-hold     under a grammar, as many as there are masks for. Twin: `raypp.ops.sample.step_masks.hold`
+hold     under a grammar, as many as there are masks for. Twin: `raypp.ops.sample.tables.hold`
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from raypp.ops.row_tokens import StepTokens
-from raypp.ops.sample.step_masks import FREE, StepMasks
+from raypp.ops.sample.tables import FREE, StepMasks
 
 _FREE = tl.constexpr(FREE)
 
@@ -62,7 +62,7 @@ def verify_and_append(
 def hold(
     tokens: StepTokens, masks: StepMasks, table: torch.Tensor, draft_table: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Let each row keep at most as many tokens as it has masks for; see `raypp.ops.sample.step_masks.hold`."""
+    """Let each row keep at most as many tokens as it has masks for; see `raypp.ops.sample.tables.hold`."""
     rows, positions, token_ids, num_valid = tokens.rows, tokens.positions, tokens.token_ids, tokens.num_valid
     assert num_valid is not None
     num_rows, width = token_ids.shape

@@ -13,18 +13,47 @@ R rows, V vocabulary.
 from __future__ import annotations
 
 from functools import cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.adjust import adjusted
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
-from raypp.ops.sample.logprobs import TopLogprobs, top_logprobs
-from raypp.ops.sample.step_masks import StepMasks, hold
-from raypp.ops.sample.tables import AdjustedLogits, Adjustments, RowTables
+from raypp.ops.sample.tables import AdjustedLogits, Adjustments, RowTables, StepMasks, hold
 from raypp.ops.sample.token_history import TokenHistory
 from raypp.ops.sample.truncation import Truncation, may_draw
+
+
+class TopLogprobs(NamedTuple):
+    """Log-probabilities at N positions: column 0 is the chosen token, then the L most likely ones, best first."""
+
+    token_ids: torch.Tensor  # [N, 1 + L] int32
+    logprobs: torch.Tensor  # [N, 1 + L] float32
+    ranks: torch.Tensor  # [N] int32, of the chosen token; 1 is the most likely
+
+    def packed(self) -> torch.Tensor:
+        """Return all of it side by side, int32 [N, 2 * (1 + L) + 1]: one copy brings it to the host."""
+        return torch.cat((self.token_ids, self.logprobs.view(torch.int32), self.ranks.unsqueeze(1)), dim=1)
+
+
+def top_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> TopLogprobs:
+    """Return the log-softmax of the logits at the chosen tokens and at the most likely ones.
+
+    Shapes: logits [N, V], left as they are; chosen [N] int64; num_top: L <= V. Never synchronizes with the host.
+    """
+    logits = logits.to(torch.float32)
+    normalizer = logits.logsumexp(dim=1, keepdim=True)
+    chosen = chosen.unsqueeze(1)
+    chosen_logits = logits.gather(1, chosen)
+    ranks = (logits > chosen_logits).sum(dim=1, dtype=torch.int32) + 1
+    top = logits.topk(num_top, dim=1)
+    return TopLogprobs(
+        token_ids=torch.cat((chosen, top.indices), dim=1).to(torch.int32),
+        logprobs=torch.cat((chosen_logits, top.values), dim=1).sub_(normalizer),
+        ranks=ranks,
+    )
+
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
@@ -149,7 +178,7 @@ class TokenChoice(Protocol):
     ) -> torch.Tensor:
         """Let each row under a grammar keep at most as many tokens as it has masks for; return the rows' lengths.
 
-        See `raypp.ops.sample.step_masks.hold`.
+        See `raypp.ops.sample.tables.hold`.
         """
 
     def report(

@@ -38,8 +38,7 @@ from raypp.ops.cuda.quantized_projection import Fp8Projection, Int4Projection
 from raypp.ops.cuda.token_quantization import TokenNorm
 from raypp.ops.routing import Routing
 from raypp.ops.row_tokens import RowTokens, StepTokens
-from raypp.ops.sample.step_masks import StepMasks
-from raypp.ops.sample.tables import AdjustedLogits, Adjustments, PositionMasks, RowTables, Widths
+from raypp.ops.sample.tables import AdjustedLogits, Adjustments, PositionMasks, RowTables, StepMasks, Widths
 from raypp.ops.sample.token_history import TokenHistory
 from raypp.ops.weight import Weight
 from raypp.row_params import Needs

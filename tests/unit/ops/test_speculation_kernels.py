@@ -12,8 +12,7 @@ from raypp.ops.cuda import verify_kernels
 from raypp.ops.cuda.ngram_kernel import NgramKernel
 from raypp.ops.cuda.verify_kernels import verify_and_append
 from raypp.ops.row_tokens import RowTokens, StepTokens
-from raypp.ops.sample.step_masks import FREE, StepMasks, hold
-from raypp.ops.sample.tables import PositionMasks
+from raypp.ops.sample.tables import FREE, PositionMasks, StepMasks, hold
 from raypp.specdec.draft_tables import verify_drafts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,8 +12,7 @@ from sampler_plans import VOCAB_SIZE, sampler_of, spec, start_plan
 from raypp.messages import MaskUpdate, StepPlan
 from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.adjust import adjusted
-from raypp.ops.sample.step_masks import FREE, StepMasks, hold
-from raypp.ops.sample.tables import Adjustments
+from raypp.ops.sample.tables import FREE, Adjustments, StepMasks, hold
 from raypp.row_params import Needs
 from raypp.scheduler.request import Request
 from raypp.stage.grammar_masks import GrammarMasks, body_mark
