@@ -137,7 +137,7 @@ def build_idle_stages(
             strict=True,
         )
     ]
-    sizes = StepSizes.common([stage.recordings.sizes for stage in stages])
+    sizes = StepSizes.common([stage.graphs.sizes for stage in stages])
     for stage in stages:
         stage.pad_to(sizes)
     return stages

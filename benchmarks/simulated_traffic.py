@@ -39,9 +39,15 @@ from raypp.plan.speculation_plan import draft_cost
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.request import Request
 from raypp.scheduler.scheduler import Scheduler
-from raypp.scheduler.step_cost import RooflineCost, StageTimes, amounts, step_ms
-from raypp.scheduler.step_predictor import StepPredictor
-from raypp.scheduler.step_work import StepWork, step_work
+from raypp.scheduler.step_predictor import (
+    RooflineCost,
+    StageTimes,
+    StepPredictor,
+    StepWork,
+    amounts,
+    step_ms,
+    step_work,
+)
 
 _DTYPE_BYTES = {"cuda": 2, "cpu": 4}
 _VOCAB_SIZE = 1000

@@ -19,6 +19,9 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
+from raypp import row_params
+from raypp.row_params import RowParams
+
 NULL_BLOCK = 0
 """The KV block that no request owns: padding and positions past a row's limit write there."""
 
@@ -63,12 +66,8 @@ class StepPlan:
     start_limits: Int32s  # [S] min(prompt + max_tokens, max_model_len): the row ends before this position
     start_num_tokens: Int32s  # [S] known tokens: the prompt, and after a preemption the output so far
     start_token_ids: Int32s  # [sum of start_num_tokens]
-    start_temperature: Float32s  # [S] 0 means greedy
-    start_top_p: Float32s  # [S]
-    start_top_k: Int32s  # [S] 0 means all
-    start_min_p: Float32s  # [S]
-    start_seed: Int64s  # [S]
-    start_extras: Bytes  # a packed `StartExtras` when any of these rows has parameters beyond those above
+    start_params: RowParams  # [S] see `raypp.row_params`
+    start_lists: Bytes  # a packed `StartLists` when any of these rows has lists among its sampling parameters
     start_items: Bytes  # a packed `StartItems` when any of these rows has more than text in its prompt
 
     block_rows: Int32s  # [B] row
@@ -78,12 +77,6 @@ class StepPlan:
 
     # How long the last stage may hold the step up for the masks of rows under a grammar; nobody else is to be kept.
     max_mask_wait_us: int = 0
-
-    @property
-    def num_drafting_tokens(self) -> int:
-        """Tokens whose hidden states a draft head must see."""
-        counts = self.num_scheduled_tokens
-        return int((counts[self.drafting] if len(self.drafting) else counts).sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,30 +95,18 @@ class BlockCopies:
 
 
 @dataclass(frozen=True, eq=False)
-class StartExtras:
-    """Sampling parameters that few requests have, of E of the rows that start with a plan.
+class StartLists:
+    """Lists among the sampling parameters of the rows that start with a plan, one row after the other.
 
-    Lists of one row after the other, with their lengths beside them.
+    How many entries are a row's, `StepPlan.start_params` says.
     """
 
-    rows: Int32s  # [E]
-    presence_penalty: Float32s  # [E]
-    frequency_penalty: Float32s  # [E]
-    repetition_penalty: Float32s  # [E]
-    min_lengths: Int32s  # [E] no end token is drawn for a position before this one: prompt + min_tokens
-    num_end_tokens: Int32s  # [E] 0 for rows without min_tokens
     end_token_ids: Int32s
-    num_biased: Int32s  # [E]
     bias_token_ids: Int32s
     bias: Float32s
-    num_allowed: Int32s  # [E] 0 when all are
     allowed_token_ids: Int32s
-    num_bad_words: Int32s  # [E]
     bad_word_lens: Int32s
     bad_word_token_ids: Int32s
-    num_logprobs: Int32s  # [E] most likely tokens to report beside the sampled one; -1: nothing at all
-    num_prompt_logprobs: Int32s  # [E] the same for prompt tokens
-    has_grammar: Int32s  # [E] 1 for rows that choose no token without a mask, see `MaskUpdate`
 
 
 class MaskMoment(IntEnum):
@@ -214,19 +195,19 @@ class TokenLogprobs(NamedTuple):
 
 
 class Unrecorded(IntEnum):
-    """Why a step of a stage that makes recordings ran without one, operation by operation."""
+    """Why a step of a stage that makes CUDA graphs ran without one."""
 
-    ROWS = 0  # every row decodes, and nothing was recorded for so many rows with so many drafts
-    TOKENS = 1  # it has prompts, and more tokens than the largest recording
-    CHOICE = 2  # its layers were a recording, but what its rows ask of the choice of tokens was not recorded
+    ROWS = 0  # every row decodes, and there is no graph for so many rows with so many drafts
+    TOKENS = 1  # it has prompts, and more tokens than the largest graph
+    CHOICE = 2  # its layers were a graph, but there is none for what its rows ask of the choice of tokens
 
 
 class StepForm(IntEnum):
     """How a stage ran the layers of a step."""
 
-    CALLED = 0  # operation by operation
-    PIECES = 1  # recorded, but for attention
-    RECORDED = 2  # one recording
+    EAGER = 0  # operation by operation
+    PIECEWISE = 1  # CUDA graphs, but for attention
+    FULL_GRAPH = 2  # one CUDA graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,6 +269,7 @@ _DTYPES: dict[Any, np.dtype[Any]] = {
     Int64s: np.dtype("<i8"),
     Float32s: np.dtype("<f4"),
     Bools: np.dtype("?"),
+    RowParams: row_params.DTYPE,
     Bytes: np.dtype("u1"),
 }
 
@@ -307,23 +289,22 @@ class _Layout:
         }
 
 
-_layouts: dict[type[Any], _Layout] = {}
+class _Layouts(dict[type[Any], _Layout]):
+    def __missing__(self, cls: type[Any]) -> _Layout:
+        self[cls] = _Layout(cls)
+        return self[cls]
 
 
-def _layout_of(cls: type[Any]) -> _Layout:
-    layout = _layouts.get(cls)
-    if layout is None:
-        layout = _layouts[cls] = _Layout(cls)
-    return layout
+_layouts = _Layouts()
 
 
 def pack(message: Any) -> bytes:
     """Return the message's bytes: scalars and extents, then each array's data, padded to 8 bytes."""
-    layout = _layout_of(type(message))
-    values = [getattr(message, name) for name in layout.scalars]
+    layout, fields_of = _layouts[type(message)], vars(message)
+    values = list(map(fields_of.__getitem__, layout.scalars))
     parts = [b""]
     for name, dtype in layout.arrays:
-        array = getattr(message, name)
+        array = fields_of[name]
         assert array.dtype == dtype, f"{name} is {array.dtype}"
         shape = array.shape
         values.append(shape[0])
@@ -339,7 +320,7 @@ def pack(message: Any) -> bytes:
 
 def unpack(cls: type[Message], data: bytes | memoryview) -> Message:
     """Return the message that `pack` wrote. Its arrays are read-only views into `data`."""
-    layout = _layout_of(cls)
+    layout = _layouts[cls]
     header = layout.header.unpack_from(data)
     values = layout.without_data.copy()
     values.update(zip(layout.scalars, header, strict=False))

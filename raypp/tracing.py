@@ -2,7 +2,7 @@
 
 A lane is one process: `driver`, `stage 0`, `stage 1`, .... A stage's lane holds, per step, a `forward` (the model's own
 work, nothing else; on a GPU when the GPU did it) and a `host` (all that the stage's thread did for the step; on a GPU
-that is queueing, mostly ahead of the forward). A step that is no recording has a `wait` too (for its input, and making
+that is queueing, mostly ahead of the forward). A step that is no full graph has a `wait` too (for its input, and making
 it ready), and on the last stage a `sample`. Times are CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
@@ -55,7 +55,7 @@ class ForwardCounter:
         """Whether there were forwards since the last report that got through."""
         return self._num_told != self._num_steps
 
-    def add(self, step_id: int, start_ns: int, end_ns: int, form: StepForm = StepForm.CALLED) -> None:
+    def add(self, step_id: int, start_ns: int, end_ns: int, form: StepForm = StepForm.EAGER) -> None:
         """Count one forward."""
         self._busy_ns += end_ns - start_ns
         self._new.append((step_id, start_ns, end_ns, form))
@@ -66,7 +66,7 @@ class ForwardCounter:
         self._copy_wait_ns += wait_ns
 
     def add_unrecorded(self, why: Unrecorded) -> None:
-        """Count a step that ran without a recording, before its forward is counted."""
+        """Count a step that ran without a graph, before its forward is counted."""
         self._num_unrecorded[why] += 1
 
     def note_told(self, report: StageReport) -> None:
@@ -96,7 +96,7 @@ class Tracer:
     """Records what one process does. A tracer that is not enabled only counts the forwards.
 
     Attributes:
-        forwards: The sums of what was recorded as FORWARD.
+        forwards: The sums of the forwards.
     """
 
     def __init__(self, lane: str, *, enabled: bool, max_events: int = 1_000_000) -> None:
@@ -106,7 +106,7 @@ class Tracer:
         self._max_events = max_events
         self._events: list[TraceEvent] = []
 
-    def record(self, name: str, step_id: int, start_ns: int, end_ns: int, form: StepForm = StepForm.CALLED) -> None:
+    def record(self, name: str, step_id: int, start_ns: int, end_ns: int, form: StepForm = StepForm.EAGER) -> None:
         """Remember that `name` was done for a step, a forward with its form; of too many the oldest half goes."""
         if name is FORWARD:
             self.forwards.add(step_id, start_ns, end_ns, form)

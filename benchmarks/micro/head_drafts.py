@@ -15,8 +15,9 @@ from raypp.models.draft_head_config import load_draft_head_config
 from raypp.models.weights import DummyWeights, WeightReader
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice
 from raypp.ops.kv_cache import allocate_kv_cache
+from raypp.ops.row_tokens import StepTokens
 from raypp.specdec.eagle import EagleProposer
-from raypp.specdec.proposer import DraftingRows, Drafts, Followed, StepHidden, VerifiedStep
+from raypp.specdec.proposer import Drafts, Followed, StepHidden
 
 _MODELS = Path(__file__).parents[1] / "models"
 _TARGET = "qwen3-8b"
@@ -88,20 +89,17 @@ class HeadDrafts:
         device, width = torch.device("cuda"), 1 + self._num_drafts
         positions = torch.arange(self._context, self._context + width, device=device).repeat(num_rows)
         hidden = torch.randn(num_rows * width, self._hidden_size, dtype=torch.bfloat16, device=device)
-        step = VerifiedStep(
-            rows=torch.arange(num_rows, device=device),
-            token_ids=torch.ones(num_rows, width, dtype=torch.int32, device=device),
-            num_valid=torch.full((num_rows,), 2, dtype=torch.int32, device=device),
-            num_decode_rows=num_rows,
-            token_indices=torch.arange(num_rows * width, device=device),
-            hidden=StepHidden(hidden, positions, positions % _BLOCK_SIZE, [hidden] * 3, None),
-        )
-        return lambda: self._proposer.follow(step)
+        rows, indices = torch.arange(num_rows, device=device), torch.arange(num_rows * width, device=device)
+        token_ids = torch.ones(num_rows, width, dtype=torch.int32, device=device)
+        tokens = StepTokens(rows, rows, token_ids, torch.full((num_rows,), 2, dtype=torch.int32, device=device))
+        step = StepHidden(hidden, positions, positions % _BLOCK_SIZE, [hidden] * 3, num_rows, indices)
+        return lambda: self._proposer.follow(tokens, step)
 
     def proposal(self, num_rows: int) -> Callable[[], Drafts]:
         """Return what proposes K drafts for every row."""
         device, followed = torch.device("cuda"), self.follow(num_rows)()
         lengths = torch.full((num_rows,), self._context + 2, device=device)
-        drafting = DraftingRows(torch.arange(num_rows, device=device), lengths, self._context + 2)
+        rows, most = torch.arange(num_rows, device=device), self._context + 2
+        tokens = StepTokens(rows, lengths, lengths.unsqueeze(1), lengths=lengths)
         # A layer may overwrite what it gets: twice the same would not be.
-        return lambda: self._proposer.propose(drafting, tuple(tensor.clone() for tensor in followed))
+        return lambda: self._proposer.propose(tokens, tuple(tensor.clone() for tensor in followed), most)

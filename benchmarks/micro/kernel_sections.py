@@ -21,8 +21,8 @@ from raypp.ops.cuda.draw_kernels import TokenChooser
 from raypp.ops.cuda.heads import append_heads, rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.projection import Product
-from raypp.ops.sample.draw import sample
-from raypp.ops.sample.tables import AdjustedLogits, DrawTables
+from raypp.ops.sample.tables import AdjustedLogits, RowTables
+from raypp.ops.sample.token_choice import sample
 from raypp.ops.weight import Weight
 
 ROWS = (1, 16, 32, 64, 128, 256)
@@ -245,7 +245,8 @@ def measure_sampling() -> Figures:
         truncation = (top_k, top_p, torch.zeros_like(temperature))
         arguments = logits, temperature, seeds, positions, truncation
         given, row_of = AdjustedLogits(logits), torch.arange(rows, device="cuda")
-        drawing = partial(chooser.draw, given, row_of, positions, DrawTables(temperature, *truncation, seeds))
+        tables = RowTables(temperature=temperature, top_k=top_k, top_p=top_p, min_p=truncation[2], seed=seeds)
+        drawing = partial(chooser.draw, given, row_of, positions, tables)
         agree = (drawing() == sample(*arguments)).float().mean().item()
         figures[f"greedy {rows}"] = _row(
             "greedy",

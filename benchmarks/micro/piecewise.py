@@ -30,7 +30,7 @@ from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.stage.build_stage import allocate_kv_caches, build_stage_model
 from raypp.stage.first_steps import warm_up
-from raypp.stage.padded_forward import PaddedForward
+from raypp.stage.step_layers import PiecewiseLayers
 
 _CONTEXT = 640
 
@@ -79,7 +79,7 @@ def main() -> None:
         warm_up(spec, model, kv_caches)
         graphs = CudaGraphManager(graph_maker(device))
         buckets = token_buckets(max_tokens)
-        layers = PaddedForward(spec, model, kv_caches, graphs, buckets.sizes[::-1])
+        layers = PiecewiseLayers(spec, model, kv_caches, graphs, buckets.sizes[::-1])
         with graphs.recording():
             layers.record()
         for num_tokens in args.tokens:
@@ -90,7 +90,10 @@ def main() -> None:
 
             def step(bucket: int | None, batch=batch, hidden=hidden, positions=positions) -> None:
                 model.plan_attention(batch, 0)
-                layers.run(hidden, positions, batch, bucket)
+                if bucket is None:
+                    model.forward(hidden, positions, batch, kv_caches)
+                else:
+                    layers.run(hidden, positions, batch, bucket)
 
             ways = (None, buckets.fit(total))
             for way in ways:

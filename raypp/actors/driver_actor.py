@@ -111,7 +111,7 @@ class DriverActor:
         begun_s = time.monotonic()
         rendezvous = self._stages.load(deadline)
         loaded_s = time.monotonic()
-        recordings = self._stages.connect(
+        graphs = self._stages.connect(
             rendezvous, channel.stage_addresses, channel.result_address, channel.server_key, deadline
         )
         if self._encoders is not None:
@@ -123,7 +123,7 @@ class DriverActor:
         )
         predictor = self._plan.step_predictor()
         self._pipeline = ChannelPipeline(channel, health, failures, predictor)
-        self._pipeline.activity.note_recordings([of_stage.describe() for of_stage in recordings])
+        self._pipeline.activity.note_graphs([of_stage.describe() for of_stage in graphs])
         scheduler = Scheduler(self._plan.scheduler_limits(), self._plan.draft_policy(), predictor)
         self._server = DriverServer(
             Engine(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from raypp.stage.stage import Stage
     from raypp.stage.stage_model import StageModel
     from raypp.stage.stage_spec import StageSpec
-    from raypp.stage.step_sizes import StageRecordings, StepSizes
+    from raypp.stage.step_sizes import StageGraphs, StepSizes
     from raypp.step_channel import StageChannel
     from raypp.transport.link_choice import StagePlace
     from raypp.transport.rendezvous import Rendezvous, RendezvousServer
@@ -116,7 +116,7 @@ class StageActor:
         plan_address: str,
         result_address: str,
         server_key: bytes | None,
-    ) -> StageRecordings:
+    ) -> StageGraphs:
         """Open the links to the neighbours and the step channel to the driver; return what was recorded.
 
         Args:
@@ -160,7 +160,7 @@ class StageActor:
                 server_key=server_key,
             )
             self._connected = stage, channel
-        return stage.recordings
+        return stage.graphs
 
     def pad_to(self, sizes: StepSizes) -> None:
         """Pad steps to these sizes, which all stages have."""

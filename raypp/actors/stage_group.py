@@ -18,7 +18,7 @@ from raypp.driver.stage_health import BLAME_S, FailureReports, Witness
 from raypp.errors import DeadlineError, RayppError, StageDiedError
 from raypp.plan.engine_plan import EnginePlan
 from raypp.stage.failure import name_failure
-from raypp.stage.step_sizes import StageRecordings, StepSizes
+from raypp.stage.step_sizes import StageGraphs, StepSizes
 from raypp.tracing import TraceEvent
 
 _WATCH_S = 0.5
@@ -69,8 +69,8 @@ class StageGroup:
         result_address: str,
         server_key: bytes | None,
         deadline: Deadline,
-    ) -> list[StageRecordings]:
-        """Have the stages open their links and step channels, record, and agree; return what each has recorded.
+    ) -> list[StageGraphs]:
+        """Have the stages open their links and step channels, capture, and agree; return what each has captured.
 
         Raises:
             ConfigError, ResourceError, StageDiedError, DeadlineError: one does not come through.
@@ -86,10 +86,10 @@ class StageGroup:
             )
             for actor, host, plan_address in zip(self._actors, self._hosts(), plan_addresses, strict=True)
         ]
-        recordings: list[StageRecordings] = self._gather(connecting, "connecting to its neighbours", deadline)
-        sizes = StepSizes.common([of_stage.sizes for of_stage in recordings])
+        graphs: list[StageGraphs] = self._gather(connecting, "connecting to its neighbours", deadline)
+        sizes = StepSizes.common([of_stage.sizes for of_stage in graphs])
         self._gather([actor.pad_to.remote(sizes) for actor in self._actors], "agreeing about sizes", deadline)
-        return recordings
+        return graphs
 
     def run(
         self, heartbeat_s: float, silence_timeout_s: float, on_failure: Callable[[RayppError, Witness], None]

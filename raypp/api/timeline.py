@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from raypp.errors import ConfigError, install
 from raypp.messages import StepForm
 from raypp.models.sizes import WeightReads
-from raypp.scheduler.step_work import StepWork
+from raypp.scheduler.step_predictor import StepWork
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +42,7 @@ class Forward(NamedTuple):
     cohort: int
     num_rows: int
     num_tokens: int
-    form: int = StepForm.CALLED
+    form: int = StepForm.EAGER
     work: StepWork = StepWork()
     predicted_us: int = 0
     """How long it was expected to take; 0 where nobody said."""

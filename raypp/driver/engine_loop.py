@@ -5,20 +5,45 @@ What encoders have done is collected in the same turn, and what they are to do i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Protocol
 
 from raypp.driver.grammars import Grammars
 from raypp.driver.item_encoders import ItemEncoders, ItemFailed, ItemsDropped, ItemsStored
-from raypp.driver.pipeline import Pipeline
 from raypp.errors import NonFiniteLogitsError, RayppError, RequestError
-from raypp.messages import StepPlan
+from raypp.messages import MaskUpdate, StepPlan, StepResult
 from raypp.scheduler.request import Request, RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
 from raypp.scheduler.scheduler_stats import SchedulerStats
 from raypp.tracing import Tracer, now_ns
 from raypp.types import FinishReason
+
+
+class Pipeline(Protocol):
+    """A pipeline of stages, wherever they run."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Hand a plan to every stage. Does not wait for it to be executed.
+
+        Raises:
+            DeadlineError: a stage does not take its plans.
+        """
+
+    def send_masks(self, update: MaskUpdate) -> None:
+        """Tell the last stage which tokens grammars allow. Does not wait."""
+
+    def collect(self) -> list[StepResult]:
+        """Return the results that have arrived since the last call, in step order; does not wait.
+
+        Raises:
+            StageDiedError: a stage reported an error.
+        """
+
+    def close(self) -> None:
+        """Tell the stages to stop."""
+
 
 _MAX_INT32 = 2**31 - 1
 
@@ -107,7 +132,9 @@ class Engine:
         results = self._pipeline.collect()
         for result in results:
             brought = self._scheduler.update(result)
-            self._failed += [(request, not_finite(request)) for request in self._scheduler.take_without_logits()]
+            if self._scheduler.without_logits:
+                self._failed += [(request, not_finite(request)) for request in self._scheduler.without_logits]
+                self._scheduler.without_logits = []
             if self._grammars is not None and self._grammars.num_texts:
                 self._grammars.note_step(result.step_id, brought)
                 brought = [update for update in brought if update.is_news]
@@ -238,3 +265,42 @@ def not_finite(request: Request) -> NonFiniteLogitsError:
         expected="numbers",
         hint="weights that overflow in float16 may not in bfloat16 or float32 (dtype); see whether others fail, too",
     )
+
+
+_LOG = logging.getLogger(__name__)
+_INTERVAL_S = 10.0
+
+
+class DraftLog:
+    """Logs, at most every ten seconds, what became of the drafts since the last line; nothing when there were none."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+        self._last: SchedulerStats | None = None
+
+    def note(self, stats: SchedulerStats, now_s: float) -> None:
+        """Take in the engine's figures at a monotonic time, seconds."""
+        if now_s < self._next_s:
+            return
+        last, self._last, self._next_s = self._last, stats, now_s + _INTERVAL_S
+        drafted = stats.num_draft_tokens - (last.num_draft_tokens if last else 0)
+        if not drafted:
+            return
+        accepted = stats.num_accepted_tokens - (last.num_accepted_tokens if last else 0)
+        rows = stats.num_verified_rows - (last.num_verified_rows if last else 0)
+        rates = [
+            f"{_since(last.accepted_by_position if last else [], stats.accepted_by_position, place) / count:.2f}"
+            for place in range(len(stats.drafted_by_position))
+            if (count := _since(last.drafted_by_position if last else [], stats.drafted_by_position, place))
+        ]
+        _LOG.info(
+            "speculation: %d drafts, %.0f %% accepted, %.2f tokens per row and step; by position %s",
+            drafted,
+            100 * accepted / drafted,
+            1 + accepted / rows,
+            " ".join(rates),
+        )
+
+
+def _since(before: list[int], now: list[int], place: int) -> int:
+    return now[place] - (before[place] if before else 0)

@@ -271,10 +271,11 @@ class Grammars:
                 fresh += self._take_masks(job)
             elif isinstance(job, CompileJob):
                 self._take_compiled(job)
-        self._tell_stage(fresh)
-        self._check_time()
-        self._constraints.compile_next()
-        self._admit_next()
+        if self._texts:  # what was begun for requests that have left ends by itself, or is given up for the next one
+            self._tell_stage(fresh)
+            self._check_time()
+            self._constraints.compile_next()
+            self._admit_next()
         news, self._news = self._news, GrammarNews()
         return news
 

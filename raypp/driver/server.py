@@ -40,8 +40,7 @@ from raypp.client_messages import (
     encode_driver_message,
 )
 from raypp.driver.channel_pipeline import ChannelPipeline
-from raypp.driver.draft_log import DraftLog
-from raypp.driver.engine_loop import Engine
+from raypp.driver.engine_loop import DraftLog, Engine
 from raypp.driver.open_requests import OpenRequests
 from raypp.driver.outbox import Outbox
 from raypp.driver.stage_health import BLAME_S, FailureReports, StageHealth, Witness

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from raypp.messages import Bools, Int32s, StageReport, StepPlan, Unrecorded
-from raypp.scheduler.step_cost import StageTimes, amounts, step_ms
-from raypp.scheduler.step_predictor import StepPredictor
-from raypp.scheduler.step_work import StepWork, step_work
+from raypp.scheduler.step_predictor import StageTimes, StepPredictor, StepWork, amounts, step_ms, step_work
 
 _MAX_SPANS = 2048  # per stage
 _MAX_STEPS = 4096
@@ -71,10 +69,10 @@ class StageActivity:
         running_ns = time.monotonic_ns() - self._active_since_ns if self._num_in_flight else 0
         return (self._active_ns + running_ns) / 1e9
 
-    def note_recordings(self, of_stages: Sequence[dict[str, dict[str, float]]]) -> None:
-        """Take in what the stages' CUDA graphs cost: by mode, see `raypp.graphs.graph_manager.RecordingCost`."""
-        for stage, recordings in zip(self._stages, of_stages, strict=True):
-            stage.graphs = recordings
+    def note_graphs(self, of_stages: Sequence[dict[str, dict[str, float]]]) -> None:
+        """Take in what the stages' CUDA graphs cost: by mode, see `raypp.graphs.graph_manager.GraphCost`."""
+        for stage, graphs in zip(self._stages, of_stages, strict=True):
+            stage.graphs = graphs
 
     def note_dispatched(self, plan: StepPlan) -> None:
         """Remember whose step this is."""

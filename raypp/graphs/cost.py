@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class RecordingCost:
+class GraphCost:
     """What recording the graphs of a mode took."""
 
     num_graphs: int = 0

@@ -15,12 +15,104 @@ from typing import Any, TypeVar
 
 import torch
 
-from raypp.graphs.cost import RecordingCost
+from raypp.graphs.cost import GraphCost
 from raypp.graphs.cuda_graphs import CudaGraphs
 from raypp.graphs.debug import NOTHING_WATCHED, Recording, ReplayCheck, Watched
-from raypp.graphs.memory_meter import MemoryMeter
-from raypp.graphs.pieces import GraphMaker, PieceRecorder, Program
-from raypp.graphs.thinning import bytes_each, index_at, next_position
+from raypp.graphs.pieces import GraphMaker, MemoryUse, PieceRecorder, Program
+
+
+def bytes_each(taken: Sequence[int]) -> float:
+    """Return what one more size takes, as far as those before it tell; 0: they do not.
+
+    The mean of all but the first, which loads kernels. The largest counts as the second largest: the driver takes
+    memory for graphs in chunks, of which one says nothing, and another process may have taken some meanwhile.
+
+    Args:
+        taken: What each size so far took, in bytes, in their order. Less than nothing where the count of those before
+            it was corrected.
+    """
+    if len(taken) < 3:
+        return 0.0
+    *_, second, largest = sorted(taken[1:])
+    return max(0.0, (sum(taken[1:]) - largest + second) / (len(taken) - 1))
+
+
+def next_position(position: float, num_sizes: int, room_bytes: int, size_bytes: float) -> float:
+    """Return how far the list of sizes is done after the next one, so that the room is used up at its end.
+
+    Which size that is, `index_at` says. What it skips is left out; the last (smallest) never is, since steps of few
+    rows would be padded most.
+
+    Args:
+        position: How far it is done.
+        num_sizes: The list's length.
+        room_bytes: What the sizes after `position` may take.
+        size_bytes: What one takes; 0: not known.
+    """
+    count = int(room_bytes / size_bytes) if size_bytes else num_sizes
+    if room_bytes < 0:
+        count = 1
+    return position + max(1.0, (num_sizes - position) / max(1, count))
+
+
+def index_at(position: float) -> int:
+    """Return the index of the size that ends at a position."""
+    return int(position + 0.5) - 1
+
+
+_MOST_BYTES = 256 << 20
+"""No recording's graphs take as much as that: somebody else did."""
+_NONE = MemoryUse(0, 0)
+
+
+class MemoryMeter:
+    """Measures the recordings of one mode.
+
+    Args:
+        maker: Of the graphs; None: nothing takes any.
+    """
+
+    def __init__(self, maker: GraphMaker | None) -> None:
+        self._maker = maker
+        self._first = self._last = self._read()
+        self._graph_bytes: list[int] = []
+        self._num_disturbed = 0
+
+    def begin(self) -> None:
+        """Note that a recording begins."""
+        self._last = self._read()
+
+    def end(self) -> int:
+        """Note that it has ended; return the bytes of all so far."""
+        before, self._last = self._last, self._read()
+        graph_bytes = self._last.other_bytes - before.other_bytes
+        if 0 <= graph_bytes < _MOST_BYTES:
+            self._graph_bytes.append(graph_bytes)
+        else:
+            self._num_disturbed += 1
+        return self.total_bytes
+
+    def trim(self) -> int:
+        """Give back what is kept for nothing; return the bytes of all."""
+        if self._maker is not None:
+            self._maker.trim()
+        self._last = self._read()
+        return self.total_bytes
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of the graphs themselves; one that was disturbed counts as the average of the others."""
+        average = sum(self._graph_bytes) / max(1, len(self._graph_bytes))
+        return sum(self._graph_bytes) + round(average * self._num_disturbed)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all recordings so far."""
+        return max(0, self._last.own_bytes - self._first.own_bytes) + self.graph_bytes
+
+    def _read(self) -> MemoryUse:
+        return _NONE if self._maker is None else self._maker.memory()
+
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,7 +142,7 @@ class CudaGraphManager:
         self._recordings: dict[Hashable, Recording] = {}
         self._programs: dict[Hashable, Program] = {}  # where there are no graphs
         self._meters: dict[str, MemoryMeter] = {}
-        self.costs: dict[str, RecordingCost] = {}
+        self.costs: dict[str, GraphCost] = {}
         """By mode."""
 
     @contextmanager
@@ -189,9 +281,9 @@ class CudaGraphManager:
                 self._max_bytes / 2**30,
             )
 
-    def _account(self, mode: str) -> tuple[RecordingCost, MemoryMeter]:
+    def _account(self, mode: str) -> tuple[GraphCost, MemoryMeter]:
         if mode not in self.costs:
-            self.costs[mode], self._meters[mode] = RecordingCost(), MemoryMeter(self._maker)
+            self.costs[mode], self._meters[mode] = GraphCost(), MemoryMeter(self._maker)
         return self.costs[mode], self._meters[mode]
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.graphs.cost import RecordingCost
+from raypp.graphs.cost import GraphCost
 from raypp.models.config import EMBEDDING, LM_HEAD, ModelConfig
 from raypp.models.draft_head import DraftHead
 from raypp.models.layer import TransformerLayer, axis_frequencies, inverse_frequencies
@@ -121,7 +121,7 @@ class DecoderModel:
         """On the last stage: what drafts for this model, if anything; set once both have weights."""
         self.taps: dict[int, torch.Tensor] = {}
         """By depth, the residual stream of the last forward after so many layers, [max_tokens, H]; it never moves."""
-        self.costs: dict[str, RecordingCost] = {}
+        self.costs: dict[str, GraphCost] = {}
         """What `compile_layers` took, as `compile`."""
         if head_support is not None:
             for depth in head_support.tap_depths:
@@ -331,7 +331,7 @@ def compile_layers(model: DecoderModel, max_tokens: int, backend: str) -> None:
 
     fewest_tokens = model.kernels.library_from_tokens
     if max_tokens < fewest_tokens:
-        model.costs["compile"] = RecordingCost()
+        model.costs["compile"] = GraphCost()
         return
     started = time.perf_counter()
     sizes = (model.hidden_size, model.attention_size)
@@ -344,7 +344,7 @@ def compile_layers(model: DecoderModel, max_tokens: int, backend: str) -> None:
         if dense is not None:
             after = CompiledFunction(_after, dense, (hidden, attended), **sizes_of_steps, backend=backend)
     num_compiled = before.num_compiled + (0 if after is None else after.num_compiled)
-    cost = RecordingCost(num_compiled, time.perf_counter() - started)
+    cost = GraphCost(num_compiled, time.perf_counter() - started)
     _LOG.info(
         "%s compiled what is before and after attention, for steps of %d to %d tokens, in %.1f s",
         backend,

@@ -21,13 +21,18 @@ of tokens behind the last one."""
 
 
 @dataclass(frozen=True, eq=False)
-class NewTokens:
-    """Tokens of R rows, one after the other in each."""
+class StepTokens:
+    """Tokens of Y rows, one after the other in each: drafts, or what a step yields, which K drafts are verified for."""
 
-    rows: torch.Tensor  # [R] int64, all different, with any stride
-    positions: torch.Tensor  # [R] int64, with any stride, of each row's first token
-    token_ids: torch.Tensor  # [R, N]
-    num_valid: torch.Tensor | None = None  # [R], how many of them count; None: all
+    rows: torch.Tensor  # [Y] int64, all different, with any stride
+    positions: torch.Tensor  # [Y] int64, with any stride, of each row's first token
+    token_ids: torch.Tensor  # [Y, N], of a step [Y, 1 + K] int32
+    num_valid: torch.Tensor | None = None  # [Y] int32, how many of them count; None: all
+    lengths: torch.Tensor | None = None  # [Y] int64, of the rows, the valid tokens included; None: not found out yet
+    num_drafted: torch.Tensor | None = None  # [Y] int32, see `StepResult`; None: drafts were not compared
+    num_matched: torch.Tensor | None = None  # [Y] int32, likewise
+    draft_ids: torch.Tensor | None = None  # [Y, K_max] int32, the next drafts
+    reported_ids: torch.Tensor | None = None  # [Y, 1 + K] int32, -1 where logits were not finite; None: nowhere
 
 
 class RowTokens:
@@ -53,7 +58,7 @@ class RowTokens:
         where, values = to_device_together((places[is_new], plan.start_token_ids[is_new]), self._device)
         self.table.view(-1).index_copy_(0, where, values)
 
-    def write(self, new: NewTokens) -> None:
+    def write(self, new: StepTokens) -> None:
         """Write tokens, valid or not: those that are not lie in front of the true ones. N at most W."""
         token_ids = new.token_ids.to(torch.int32)
         places = new.positions.unsqueeze(1) + torch.arange(token_ids.shape[1], device=self._device)

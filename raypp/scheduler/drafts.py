@@ -17,11 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypp.messages import StepResult
-from raypp.scheduler.cohorts import Cohort
-from raypp.scheduler.in_flight import InFlightStep
 from raypp.scheduler.limits import SchedulerLimits
+from raypp.scheduler.running import Cohort, InFlightStep
 from raypp.scheduler.scheduler_stats import DraftCounts
-from raypp.scheduler.step_cost import RooflineCost
+from raypp.scheduler.step_predictor import RooflineCost
 
 _MEMORY = 0.9
 """The weight of an observation after one more step of its cohort: about ten steps are remembered."""
@@ -166,10 +165,8 @@ class DraftControl:
         self.num_missed_rows = 0
 
     def num_drafts_of(self, cohort: Cohort, num_free_blocks: int) -> int:
-        """Return K for the cohort's next step."""
+        """Return K for the next step of a cohort that has rows."""
         num_rows, limits = len(cohort.states), self._limits
-        if not num_rows or not limits.max_drafts:
-            return 0
         if num_free_blocks < num_rows:
             return 0  # drafts reserve blocks, most for nothing: no request shall be preempted for that
         most = min(limits.max_drafts, limits.max_num_batched_tokens // num_rows - 1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from raypp.errors import RequestError
+from raypp.messages import StepLogprobs, StepResult, TokenLogprobs, unpack
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.scheduler.request import Request
+from raypp.scheduler.request import LogprobRows, Request, RequestUpdate
 from raypp.scheduler.request_state import RequestState
-from raypp.types import FinishReason
 
 
 def token_limit(request: Request, limits: SchedulerLimits) -> int:
@@ -86,31 +88,54 @@ def end_token_ids(request: Request) -> frozenset[int]:
     return stop if request.params.ignore_eos else stop | request.eos_token_ids
 
 
-def take_tokens(state: RequestState, token_ids: list[int]) -> list[int]:
-    """Append new tokens to the request's output, up to the one that ends it; return those that were taken.
+class StepLogprobsReader:
+    """Looks up the log-probabilities of one step's rows."""
 
-    The ending token is kept, and the request's `finish_reason` set. A token that is EOS and stop token counts as EOS.
-    A negative id says that the logits were not finite: the request ends with an error, which the caller reports.
-    """
-    num_taken, reason = 0, FinishReason.NONE
-    for token_id in token_ids:
-        if token_id < 0:
-            reason = FinishReason.ERROR
-            break
-        num_taken += 1
-        if token_id in state.end_token_ids:
-            reason = FinishReason.STOP
-        elif state.num_tokens + num_taken >= state.limit:
-            reason = FinishReason.LENGTH
-        else:
-            continue
-        break
-    if num_taken < len(token_ids):
-        token_ids = token_ids[:num_taken]
-    request = state.request
-    request.output_token_ids += token_ids
-    request.finish_reason = reason
-    state.num_tokens += num_taken
-    if reason is FinishReason.STOP and (request.params.ignore_eos or token_ids[-1] not in request.eos_token_ids):
-        request.stop_token_id = token_ids[-1]
-    return token_ids
+    def __init__(self, result: StepResult, num_decode_rows: int, width: int) -> None:
+        """Read a result.
+
+        Args:
+            result: Of the step; it must have log-probabilities.
+            num_decode_rows: The step's decode rows, which come first.
+            width: 1 + K, the positions of each decode row.
+        """
+        message = unpack(StepLogprobs, result.logprobs.data)
+        self._output = TokenLogprobs(message.token_ids, message.logprobs, message.ranks)
+        self._prompts = TokenLogprobs(message.prompt_token_ids, message.prompt_logprobs, message.prompt_ranks)
+        indices = message.indices.tolist()
+        lengths = [width if index < num_decode_rows else 1 for index in indices]
+        self._first = dict(zip(indices, accumulate([0, *lengths]), strict=False))
+        counts = message.prompt_counts.tolist()
+        starts = zip(accumulate([0, *counts]), counts, message.prompt_starts.tolist(), strict=False)
+        self._prompt = dict(zip(message.prompt_indices.tolist(), starts, strict=True))
+
+    def update(self, state: RequestState, index: int, taken: list[int]) -> RequestUpdate:
+        """Return what the step brought to a request, and count its prompt tokens that were reported.
+
+        Args:
+            state: The request.
+            index: Of its row in the step.
+            taken: Its new tokens, as far as they were kept.
+        """
+        params, prompt = state.request.params, None
+        if params.prompt_logprobs is not None and index in self._prompt:
+            prompt = self._of_prompt(index, state.num_scored_tokens, params.prompt_logprobs)
+        if prompt is not None:
+            state.num_scored_tokens += prompt.end - prompt.start
+        output = None
+        if taken and params.logprobs is not None:
+            first = self._first[index]
+            output = LogprobRows(self._output, first, first + len(taken), 1 + params.logprobs)
+        return RequestUpdate(state.request, taken, state.request.finish_reason, output, prompt)
+
+    def _of_prompt(self, index: int, num_scored_tokens: int, num_top: int) -> LogprobRows | None:
+        """Return those of a row's prompt tokens that come after the first `num_scored_tokens` ones; None without any.
+
+        A prefill that is done again after a preemption reports again what was reported already.
+        """
+        first, count, start = self._prompt[index]
+        num_old = num_scored_tokens + 1 - start  # token 0 is not reported
+        assert num_old >= 0, "prompt tokens were skipped"
+        if num_old >= count:
+            return None
+        return LogprobRows(self._prompts, first + num_old, first + count, 1 + num_top)

@@ -5,14 +5,273 @@ What the prefix cache finds may be in CPU memory alone; then admission orders it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Container, Iterable, Sequence
+from hashlib import blake2b
 
-from raypp.messages import NULL_BLOCK, Bytes
-from raypp.scheduler.block_pool import BlockPool
-from raypp.scheduler.cpu_blocks import CpuBlocks
+import numpy as np
+
+from raypp.messages import NO_BYTES, NO_STEP, NULL_BLOCK, BlockCopies, Bytes, Int32s, pack_inside
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.scheduler.prefix_cache import PrefixCache, chain_hashes, root_key
 from raypp.scheduler.request_state import RequestState
+
+
+class CpuBlocks:
+    """Which blocks CPU memory holds, by the keys of the prefix cache, and the copies that the next plan orders.
+
+    Args:
+        num_blocks: There is room for so many; 0: nothing is ever kept.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._block_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
+        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._num_blocks = num_blocks
+        self._out: dict[int, int] = {}  # ordered since the last plan: device block -> CPU block
+        self._in: dict[int, int] = {}  # likewise, device block -> CPU block
+        self._held: set[int] = set()  # CPU blocks of ordered copies
+        self._after = NO_STEP
+        self.num_copied_out = 0
+        """Blocks, since the start."""
+        self.num_copied_in = 0
+
+    @property
+    def num_ordered_in(self) -> int:
+        """Blocks that the next plan brings back."""
+        return len(self._in)
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._block_of
+
+    def keep(self, key: bytes, block: int, last_step: int) -> None:
+        """Order a copy of a cached device block that is about to be overwritten, unless its content is here.
+
+        It is lost when all room is taken by blocks of copies that the next plan orders.
+
+        Args:
+            key: Of its content.
+            block: On the device.
+            last_step: The last dispatched step that contains a row which had the block.
+        """
+        self._in.pop(block, None)  # a copy in that nobody waits for any more
+        if key in self._block_of:
+            self._block_of.move_to_end(key)
+            return
+        cpu_block = self._make_room()
+        if cpu_block is None:
+            return
+        self._block_of[key] = cpu_block
+        self._held.add(cpu_block)
+        self._out[block] = cpu_block
+        self._after = max(self._after, last_step)
+        self.num_copied_out += 1
+
+    def hold(self, keys: Iterable[bytes]) -> None:
+        """Let these blocks stay until the next plan; they are here."""
+        for key in keys:
+            self._block_of.move_to_end(key)
+            self._held.add(self._block_of[key])
+
+    def bring_back(self, keys: Sequence[bytes], blocks: Sequence[int], last_step: int) -> None:
+        """Order copies of held blocks to device blocks.
+
+        Args:
+            keys: Of their content.
+            blocks: On the device, which nobody uses otherwise.
+            last_step: The last dispatched step that contains a row which had any of these.
+        """
+        for key, block in zip(keys, blocks, strict=True):
+            self._in[block] = self._block_of[key]
+        self._after = max(self._after, last_step)
+        self.num_copied_in += len(keys)
+
+    def take_copies(self) -> Bytes:
+        """Return a packed `BlockCopies` of what was ordered since the last call; nothing where nothing was."""
+        self._held.clear()
+        if not self._out and not self._in:
+            return NO_BYTES
+        copies = BlockCopies(
+            after_step=self._after,
+            out_block_ids=np.array(list(self._out), np.int32),
+            out_cpu_block_ids=np.array(list(self._out.values()), np.int32),
+            in_block_ids=np.array(list(self._in), np.int32),
+            in_cpu_block_ids=np.array(list(self._in.values()), np.int32),
+        )
+        self._out.clear()
+        self._in.clear()
+        self._after = NO_STEP
+        return pack_inside(copies)
+
+    def check_integrity(self) -> None:
+        """Assert that every CPU block is blank or holds one content, and that no batch uses one for two things."""
+        used = list(self._block_of.values())
+        assert sorted([*used, *self._blank]) == list(range(self._num_blocks)), "a CPU block leaked, or is used twice"
+        out = list(self._out.values())
+        assert len(out) == len(set(out)), "two copies to one CPU block"
+        assert {*out, *self._in.values()} <= self._held <= set(used), "a CPU block of a batch was given away"
+
+    def _make_room(self) -> int | None:
+        if self._blank:
+            return self._blank.pop()
+        # What is held was used last, so if the first is, all are.
+        key = next(iter(self._block_of), None)
+        if key is None or self._block_of[key] in self._held:
+            return None
+        return self._block_of.pop(key)
+
+
+class BlockPool:
+    """Reference counts of all blocks but the null block, which nobody owns.
+
+    A block without users is free. A free block with cached content is overwritten only when no other block is free, the
+    least recently used one first. Its content goes to CPU memory then, if there is some.
+
+    Args:
+        num_blocks: The null block included.
+        cache: Knows which of them have cached content.
+        in_cpu_memory: Gets what is about to be overwritten.
+    """
+
+    def __init__(self, num_blocks: int, cache: PrefixCache, in_cpu_memory: CpuBlocks) -> None:
+        self._num_users = [0] * num_blocks
+        self._last_steps = [NO_STEP] * num_blocks
+        self._cache = cache
+        self._in_cpu_memory = in_cpu_memory
+        self._blank = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can hand out, cached ones included."""
+        return len(self._blank) + len(self._evictable)
+
+    def num_free_among(self, blocks: Iterable[int]) -> int:
+        """Return how many of these blocks have no user."""
+        return sum(not self._num_users[block] for block in blocks)
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out blocks for their user to write; there must be as many free."""
+        assert count <= self.num_free
+        blocks = []
+        for _ in range(count):
+            if self._blank:
+                block = self._blank.pop()
+            else:
+                block, _ = self._evictable.popitem(last=False)
+                self._in_cpu_memory.keep(self._cache.forget(block), block, self._last_steps[block])
+            self._num_users[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Count one more user of cached blocks, whose content stays as it is."""
+        for block in blocks:
+            if not self._num_users[block]:
+                del self._evictable[block]
+            self._num_users[block] += 1
+
+    def release(self, blocks: Sequence[int], last_step: int = NO_STEP) -> None:
+        """Count one user less of the blocks of one request, given in the order of its tokens.
+
+        `last_step` is the last dispatched step that contains the request.
+        """
+        # The end of a prefix first: without its beginning it is of no use, so it must be evicted before it.
+        for block in reversed(blocks):
+            self._num_users[block] -= 1
+            self._last_steps[block] = max(self._last_steps[block], last_step)
+            if self._num_users[block]:
+                continue
+            if block in self._cache:
+                self._evictable[block] = None
+            else:
+                self._blank.append(block)
+
+    def last_step_of(self, block: int) -> int:
+        """Return the last dispatched step that contains a request which has released the block."""
+        return self._last_steps[block]
+
+    def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
+        """Assert that every block is free or in the block tables as often as counted, and never doubly writable."""
+        users = Counter(block for table in block_tables for block in table)
+        assert NULL_BLOCK not in users, "the null block is owned"
+        assert all(users[block] == count for block, count in enumerate(self._num_users)), "a user count is wrong"
+        unused = {block for block, count in enumerate(self._num_users) if not count and block != NULL_BLOCK}
+        assert len(self._blank) == len(set(self._blank)), "a block is free twice"
+        assert unused == set(self._blank) ^ set(self._evictable), "a block leaked, or is both free and cached"
+        assert all(block in self._cache for block in self._evictable)
+        assert not any(block in self._cache for block in self._blank)
+        assert all(block in self._cache for block, count in users.items() if count > 1), "two writers of one block"
+        self._cache.check_integrity()
+        self._in_cpu_memory.check_integrity()
+
+
+_DIGEST_BYTES = 16
+
+
+def root_key(salt: str) -> bytes:
+    """Return what stands in the place of the key before a request's first block; empty without a salt."""
+    return blake2b(salt.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).digest() if salt else b""
+
+
+def chain_hashes(parent: bytes, token_ids: Int32s, block_size: int, contents: Sequence[bytes] = ()) -> list[bytes]:
+    """Return the keys of the full blocks that `token_ids` fill; tokens of an unfinished block are left out.
+
+    Args:
+        parent: The key of the block before them; at the beginning of a request its `root_key`.
+        token_ids: [T].
+        block_size: Tokens per block.
+        contents: For each block the keys of its images; empty for a request without images.
+    """
+    data = token_ids.tobytes()
+    block_bytes = token_ids.itemsize * block_size
+    hashes = []
+    for index, end in enumerate(range(block_bytes, len(data) + 1, block_bytes)):
+        content = contents[index] if contents else b""
+        parent = blake2b(parent + data[end - block_bytes : end] + content, digest_size=_DIGEST_BYTES).digest()
+        hashes.append(parent)
+    return hashes
+
+
+class PrefixCache:
+    """Finds blocks by keys, and keys by blocks. It does not know who uses a block."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._key_of
+
+    def longest_prefix(self, keys: Sequence[bytes], elsewhere: Container[bytes] = ()) -> list[int]:
+        """Return the blocks of the leading keys that are all cached: NULL_BLOCK for those that only `elsewhere` has."""
+        blocks = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                if key not in elsewhere:
+                    break
+                block = NULL_BLOCK
+            blocks.append(block)
+        return blocks
+
+    def insert(self, key: bytes, block: int) -> None:
+        """Cache a block under a key. The first block with a key stays; a second copy is not cached."""
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def forget(self, block: int) -> bytes:
+        """Forget a cached block, which is about to be overwritten; return its key."""
+        key = self._key_of.pop(block)
+        del self._block_of[key]
+        return key
+
+    def check_integrity(self) -> None:
+        """Assert that both directions agree."""
+        assert self._key_of == {block: key for key, block in self._block_of.items()}
 
 
 class KvBlocks:
@@ -33,7 +292,7 @@ class KvBlocks:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody uses."""
+        """Blocks that no request uses."""
         return self._pool.num_free
 
     def may_admit(self, state: RequestState, num_reserved: int) -> bool:
@@ -118,8 +377,8 @@ class KvBlocks:
 
     def try_grow(self, state: RequestState, num_tokens: int) -> bool:
         """Make the request's blocks hold that many tokens; return False, and change nothing, when too few are free."""
-        num_new = self._limits.num_blocks_for(num_tokens) - len(state.blocks)
-        if num_new > self.num_free:
+        num_new = -(-num_tokens // self._block_size) - len(state.blocks)
+        if num_new > self._pool.num_free:
             return False
         state.blocks += self._pool.allocate(num_new)
         return True
@@ -147,10 +406,6 @@ class KvBlocks:
         for index in range(state.num_offered_blocks, num_blocks):
             self._cache.insert(state.block_hashes[index], state.blocks[index])
         state.num_offered_blocks = num_blocks
-
-    def take_copies(self) -> Bytes:
-        """Return a packed `BlockCopies` for the plan that is being built; nothing where nothing is to be copied."""
-        return self.in_cpu_memory.take_copies()
 
     def check_integrity(self, running: Collection[RequestState]) -> None:
         """Assert that blocks are counted right, and that nobody writes a block that others may read."""

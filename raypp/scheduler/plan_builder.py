@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from raypp.messages import NO_BYTES, NO_STEP, Bytes, StartExtras, StartItems, StepPlan, pack_inside
+from raypp import row_params
+from raypp.messages import NO_BYTES, NO_STEP, Bytes, StartItems, StartLists, StepPlan, pack_inside
 from raypp.prompt_items import keys_to_array
-from raypp.scheduler.in_flight import Chunk, InFlightStep
-from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
+from raypp.scheduler.running import Chunk, InFlightStep
 
 _MAX_INT32 = 2**31 - 1
-_NO_LOGPROBS = -1
 
 
 def build_plan(step: InFlightStep, max_mask_wait_us: int = 0, block_copies: Bytes = NO_BYTES) -> StepPlan:
@@ -23,45 +22,48 @@ def build_plan(step: InFlightStep, max_mask_wait_us: int = 0, block_copies: Byte
 
     Marks the block-table entries that it carries as sent. `max_mask_wait_us` and `block_copies` go into the plan.
     """
-    decoding, chunks = step.decoding, step.chunks
-    num_decode_rows, width = len(decoding), 1 + step.num_drafts
-    rows = [state.row for state in decoding]
-    num_scheduled_tokens = [width] * num_decode_rows
-    # A row of length n computes from position n - 1 on: its last token has no KV yet.
-    num_computed_tokens = [state.num_tokens + state.max_in_flight_tokens - 1 for state in decoding]
+    decoding, chunks, num_decode_rows, num_item_tokens = step.decoding, step.chunks, len(step.decoding), 0
+    drafting, starts, blocks, grown, requires_feedback_of = _ALL_DRAFT, _NO_STARTS, _NO_BLOCKS, [], NO_STEP
+    rows, num_scheduled_tokens, num_computed_tokens = [], [1 + step.num_drafts] * num_decode_rows, []
+    for state in decoding:
+        rows.append(state.row)
+        # A row of length n computes from position n - 1 on: its last token has no KV yet.
+        num_computed_tokens.append(state.num_tokens + state.max_in_flight_tokens - 1)
+        requires_feedback_of = max(requires_feedback_of, state.last_yield_step)
+        if state.num_sent_blocks != len(state.blocks):
+            grown.append(state)
     samples = np.ones(num_decode_rows + len(chunks), np.bool_)
-    requires_feedback_of = max([state.last_yield_step for state in decoding], default=NO_STEP)
-    grown = [state for state in decoding if state.num_sent_blocks != len(state.blocks)]
     if chunks:
         rows += [chunk.state.row for chunk in chunks]
         num_scheduled_tokens += [chunk.num_tokens for chunk in chunks]
         num_computed_tokens += [chunk.start for chunk in chunks]
         samples[num_decode_rows:] = [chunk.is_last for chunk in chunks]
         requires_feedback_of = max(requires_feedback_of, *[chunk.row_last_step for chunk in chunks])
-        grown += [chunk.state for chunk in chunks if chunk.is_first]
+        starting = [chunk.state for chunk in chunks if chunk.is_first]
+        if starting:
+            starts, grown = _start_arrays(starting), grown + starting
+        num_item_tokens = sum(map(_num_item_tokens, chunks))
+        if any(chunk.state.never_drafts for chunk in chunks):
+            drafting = np.array([*[True] * num_decode_rows, *[not chunk.state.never_drafts for chunk in chunks]])
+    if grown:
+        blocks = _block_arrays(grown)
     return StepPlan(
         step_id=step.step_id,
         cohort=step.cohort.index,
         num_drafts=step.num_drafts,
         requires_feedback_of=requires_feedback_of,
         num_decode_rows=num_decode_rows,
-        num_item_tokens=sum(map(_num_item_tokens, chunks)),
-        rows=_int32s(rows),
-        num_scheduled_tokens=_int32s(num_scheduled_tokens),
-        num_computed_tokens=_int32s(num_computed_tokens),
+        num_item_tokens=num_item_tokens,
+        rows=np.array(rows, np.int32),
+        num_scheduled_tokens=np.array(num_scheduled_tokens, np.int32),
+        num_computed_tokens=np.array(num_computed_tokens, np.int32),
         samples=samples,
         max_mask_wait_us=max_mask_wait_us,
-        drafting=_drafting(decoding, chunks),
+        drafting=drafting,
         block_copies=block_copies,
-        **_start_arrays(chunks),
-        **_block_arrays(grown),
+        **starts,
+        **blocks,
     )
-
-
-def _drafting(decoding: Sequence[RequestState], chunks: Sequence[Chunk]) -> NDArray[np.bool_]:
-    if not any(chunk.state.never_drafts for chunk in chunks):
-        return _ALL_DRAFT
-    return np.array([*[True] * len(decoding), *[not chunk.state.never_drafts for chunk in chunks]])
 
 
 def _num_item_tokens(chunk: Chunk) -> int:
@@ -69,78 +71,75 @@ def _num_item_tokens(chunk: Chunk) -> int:
     return 0 if items is None else items.num_tokens_in(chunk.start, chunk.start + chunk.num_tokens)
 
 
-def _start_arrays(chunks: Sequence[Chunk]) -> dict[str, NDArray[Any]]:
-    starting = [chunk.state for chunk in chunks if chunk.is_first]
-    if not starting:
-        return _NO_STARTS
+def _start_arrays(starting: Sequence[RequestState]) -> dict[str, NDArray[Any]]:
     requests = [state.request for state in starting]
-    params = [request.params for request in requests]
+    lists = [_lists_of(state) for state in starting]
     return {
         "start_rows": _int32s(state.row for state in starting),
         "start_prompt_lens": _int32s(len(request.prompt_token_ids) for request in requests),
         "start_limits": _int32s(state.limit for state in starting),
         "start_num_tokens": _int32s(state.num_tokens for state in starting),
         "start_token_ids": np.concatenate([state.token_ids(0, state.num_tokens) for state in starting]),
-        "start_temperature": _float32s(p.temperature for p in params),
-        "start_top_p": _float32s(p.top_p for p in params),
-        "start_top_k": _int32s(min(p.top_k, _MAX_INT32) for p in params),
-        "start_min_p": _float32s(p.min_p for p in params),
-        "start_seed": np.array([request.seed for request in requests], np.int64),
-        "start_extras": pack_start_extras(starting),
+        "start_params": np.array([_params_of(*known) for known in zip(starting, lists, strict=True)], row_params.DTYPE),
+        "start_lists": _pack_lists(lists),
         "start_items": pack_start_items(starting),
     }
 
 
-def pack_start_extras(starting: Sequence[RequestState]) -> Bytes:
-    """Return a packed `StartExtras` of the requests with sampling parameters that few have; nothing without any."""
-    states = [state for state in starting if _has_extras(state.request)]
-    if not states:
-        return NO_BYTES
-    requests = [state.request for state in states]
-    params = [request.params for request in requests]
-    end_token_ids = [sorted(state.end_token_ids) if state.request.params.min_tokens else [] for state in states]
-    # A grammar's masks apply the allowed tokens themselves: only where the grammar leaves any of them.
-    allowed = [() if p.structured_outputs else p.allowed_token_ids or () for p in params]
-    bad_words = [request.bad_word_token_ids for request in requests]
-    return pack_inside(
-        StartExtras(
-            rows=_int32s(state.row for state in states),
-            presence_penalty=_float32s(p.presence_penalty for p in params),
-            frequency_penalty=_float32s(p.frequency_penalty for p in params),
-            repetition_penalty=_float32s(p.repetition_penalty for p in params),
-            min_lengths=_int32s(len(r.prompt_token_ids) + r.params.min_tokens for r in requests),
-            num_end_tokens=_int32s(map(len, end_token_ids)),
-            end_token_ids=_int32s(token_id for token_ids in end_token_ids for token_id in token_ids),
-            num_biased=_int32s(len(p.logit_bias) for p in params),
-            bias_token_ids=_int32s(token_id for p in params for token_id in p.logit_bias),
-            bias=_float32s(bias for p in params for bias in p.logit_bias.values()),
-            num_allowed=_int32s(map(len, allowed)),
-            allowed_token_ids=_int32s(token_id for token_ids in allowed for token_id in token_ids),
-            num_bad_words=_int32s(map(len, bad_words)),
-            bad_word_lens=_int32s(len(word) for words in bad_words for word in words),
-            bad_word_token_ids=_int32s(token_id for words in bad_words for word in words for token_id in word),
-            num_logprobs=_int32s(_NO_LOGPROBS if p.logprobs is None else p.logprobs for p in params),
-            num_prompt_logprobs=_int32s(
-                s.request.params.prompt_logprobs or 0 if s.scores_prompt else _NO_LOGPROBS for s in states
-            ),
-            has_grammar=_int32s(p.structured_outputs is not None for p in params),
-        )
+class _Lists(NamedTuple):
+    """The lists among a request's sampling parameters."""
+
+    end_token_ids: Sequence[int]
+    biases: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[Sequence[int]]
+
+
+def _lists_of(state: RequestState) -> _Lists:
+    params = state.request.params
+    return _Lists(
+        sorted(state.end_token_ids) if params.min_tokens else (),
+        params.logit_bias,
+        # A grammar's masks apply the allowed tokens themselves: only where the grammar leaves any of them.
+        () if params.structured_outputs else params.allowed_token_ids or (),
+        state.request.bad_word_token_ids,
     )
 
 
-def _has_extras(request: Request) -> bool:
-    params = request.params
-    return bool(
-        request.bad_word_token_ids
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1
-        or params.min_tokens
-        or params.logit_bias
-        or params.allowed_token_ids
-        or params.logprobs is not None
-        or params.prompt_logprobs is not None
-        or params.structured_outputs is not None
+def _params_of(state: RequestState, lists: _Lists) -> tuple[float, ...]:
+    """Return the record of a row that starts, in the order of `row_params.COLUMNS`."""
+    request, params = state.request, state.request.params
+    others = {
+        "seed": request.seed,
+        "top_k": min(params.top_k, _MAX_INT32),
+        "min_length": len(request.prompt_token_ids) + params.min_tokens if params.min_tokens else 0,
+        "num_end_tokens": len(lists.end_token_ids),
+        "num_biased": len(lists.biases),
+        "num_allowed": len(lists.allowed_token_ids),
+        "num_bad_words": len(lists.bad_words),
+        "num_reported": 0 if params.logprobs is None else 1 + params.logprobs,
+        "num_prompt_reported": 1 + (params.prompt_logprobs or 0) if state.scores_prompt else 0,
+        "has_grammar": params.structured_outputs is not None,
+    }
+    return tuple(
+        [others[name] if name in others else getattr(params, parameter) for name, *_, parameter in row_params.COLUMNS]
+    )
+
+
+def _pack_lists(lists: Sequence[_Lists]) -> Bytes:
+    """Return a packed `StartLists`; nothing when all are empty."""
+    if not any(any(each) for each in lists):
+        return NO_BYTES
+    bad_words = [word for each in lists for word in each.bad_words]
+    return pack_inside(
+        StartLists(
+            end_token_ids=_int32s(token_id for each in lists for token_id in each.end_token_ids),
+            bias_token_ids=_int32s(token_id for each in lists for token_id in each.biases),
+            bias=np.fromiter((bias for each in lists for bias in each.biases.values()), np.float32),
+            allowed_token_ids=_int32s(token_id for each in lists for token_id in each.allowed_token_ids),
+            bad_word_lens=_int32s(map(len, bad_words)),
+            bad_word_token_ids=_int32s(token_id for word in bad_words for token_id in word),
+        )
     )
 
 
@@ -169,8 +168,6 @@ def pack_start_items(starting: Sequence[RequestState]) -> Bytes:
 
 
 def _block_arrays(grown: Sequence[RequestState]) -> dict[str, NDArray[Any]]:
-    if not grown:
-        return _NO_BLOCKS
     rows: list[int] = []
     positions: list[int] = []
     block_ids: list[int] = []
@@ -180,15 +177,12 @@ def _block_arrays(grown: Sequence[RequestState]) -> dict[str, NDArray[Any]]:
         positions += range(num_sent, num_blocks)
         block_ids += state.blocks[num_sent:]
         state.num_sent_blocks = num_blocks
-    return {"block_rows": _int32s(rows), "block_positions": _int32s(positions), "block_ids": _int32s(block_ids)}
+    columns = np.array([rows, positions, block_ids], np.int32)
+    return {"block_rows": columns[0], "block_positions": columns[1], "block_ids": columns[2]}
 
 
 def _int32s(values: Iterable[int]) -> NDArray[np.int32]:
     return np.fromiter(values, np.int32)
-
-
-def _float32s(values: Iterable[float]) -> NDArray[np.float32]:
-    return np.fromiter(values, np.float32)
 
 
 def _empty(dtype: DTypeLike) -> NDArray[Any]:
@@ -200,14 +194,6 @@ def _empty(dtype: DTypeLike) -> NDArray[Any]:
 _NO_STARTS = {
     name: _empty(np.int32)
     for name in ("start_rows", "start_prompt_lens", "start_limits", "start_num_tokens", "start_token_ids")
-} | {
-    "start_temperature": _empty(np.float32),
-    "start_top_p": _empty(np.float32),
-    "start_top_k": _empty(np.int32),
-    "start_min_p": _empty(np.float32),
-    "start_seed": _empty(np.int64),
-    "start_extras": NO_BYTES,
-    "start_items": NO_BYTES,
-}
+} | {"start_params": _empty(row_params.DTYPE), "start_lists": NO_BYTES, "start_items": NO_BYTES}
 _NO_BLOCKS = {name: _empty(np.int32) for name in ("block_rows", "block_positions", "block_ids")}
 _ALL_DRAFT = _empty(np.bool_)

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raypp.scheduler.in_flight import Chunk
 from raypp.scheduler.kv_blocks import KvBlocks
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.request_state import RequestState
-from raypp.scheduler.running import RunningRequests
+from raypp.scheduler.running import Chunk, RunningRequests
 from raypp.scheduler.scheduler_stats import Counters
 from raypp.scheduler.step_budget import StepBudget, Waiting
-from raypp.scheduler.step_predictor import StepPredictor
-from raypp.scheduler.step_work import StepWork, prompt_pairs
+from raypp.scheduler.step_predictor import StepPredictor, StepWork, prompt_pairs
 from raypp.scheduler.waiting_queue import WaitingQueue
 
 
@@ -32,6 +30,7 @@ class PrefillChooser:
         predictor: StepPredictor,
     ) -> None:
         self._limits = limits
+        self._max_step_rows = limits.max_step_rows
         self._kv = kv
         self._queue = queue
         self._running = running
@@ -46,7 +45,7 @@ class PrefillChooser:
             num_drafts: K, of each.
             last_collected: The newest step whose result was collected.
         """
-        prefilling, num_rows_left = self._running.prefilling, self._limits.max_step_rows - len(decoding)
+        prefilling, num_rows_left = self._running.prefilling, self._max_step_rows - len(decoding)
         if not num_rows_left or not (prefilling or (self._queue and self._running.num_free_rows)):
             return []
         budget = StepBudget(

@@ -40,6 +40,8 @@ class RequestState:
     num_tokens: int  # known: the prompt and the output that was collected
     never_drafts: bool = False  # the draft head skips it: it yields one token, and nobody shares its blocks
 
+    has_grammar: bool = field(init=False)
+
     row: int = NO_ROW  # NO_ROW while it waits
     num_prefill_tokens: int = 0  # known tokens when the row was taken: what its prefill computes
     num_prefilled_tokens: int = 0  # of these, found in the prefix cache or dispatched
@@ -58,6 +60,9 @@ class RequestState:
     max_in_flight_tokens: int = 0  # the most tokens that these may bring
     last_step: int = NO_STEP  # the last dispatched step that contains it
     last_yield_step: int = NO_STEP  # ... and brings it tokens
+
+    def __post_init__(self) -> None:
+        self.has_grammar = self.request.has_grammar
 
     @property
     def is_prefilling(self) -> bool:

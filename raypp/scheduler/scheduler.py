@@ -15,12 +15,9 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from raypp.errors import RayppError, RequestError
-from raypp.messages import StepPlan, StepResult
-from raypp.scheduler.cohorts import Cohort
-from raypp.scheduler.decode_rows import DecodeChooser
+from raypp.messages import NO_BYTES, StepPlan, StepResult
 from raypp.scheduler.drafts import DraftControl, DraftPolicy, FixedDrafts
-from raypp.scheduler.ending import check_begun, end_token_ids, take_tokens, token_limit
-from raypp.scheduler.in_flight import InFlightStep, InFlightSteps
+from raypp.scheduler.ending import StepLogprobsReader, check_begun, end_token_ids, token_limit
 from raypp.scheduler.item_admission import ItemAdmission, item_error
 from raypp.scheduler.kv_blocks import KvBlocks
 from raypp.scheduler.limits import MAX_MASK_WAIT_US, STEPS_PER_COHORT, SchedulerLimits
@@ -28,11 +25,9 @@ from raypp.scheduler.plan_builder import build_plan
 from raypp.scheduler.prefill import PrefillChooser
 from raypp.scheduler.request import Request, RequestUpdate
 from raypp.scheduler.request_state import NO_ROW, RequestState
-from raypp.scheduler.running import RunningRequests
+from raypp.scheduler.running import Chunk, Cohort, InFlightStep, InFlightSteps, RunningRequests
 from raypp.scheduler.scheduler_stats import Counters, SchedulerStats
-from raypp.scheduler.step_cost import RooflineCost, StageTimes
-from raypp.scheduler.step_logprobs import StepLogprobsReader
-from raypp.scheduler.step_predictor import StepPredictor
+from raypp.scheduler.step_predictor import RooflineCost, StageTimes, StepPredictor
 from raypp.scheduler.waiting_queue import WaitingQueue
 from raypp.types import FinishReason
 
@@ -64,11 +59,11 @@ class Scheduler:
         self._in_flight = InFlightSteps()
         self._states: dict[str, RequestState] = {}  # all unfinished requests: the waiting and the running ones
         self._queue = WaitingQueue()
-        self._without_logits: list[Request] = []
+        self.without_logits: list[Request] = []
+        """Those that ended because their logits were not finite: an engine reports them, and takes them out."""
         self.items = ItemAdmission(self._queue, limits.max_item_tokens)
         """Orders the embeddings of images; whoever carries the orders out tells it what came of them."""
         self._running = RunningRequests(limits, self._kv, self._in_flight, self.items)
-        self._decode = DecodeChooser(limits, self._kv, self.items, self._running, self._counters)
         self._prefill = PrefillChooser(limits, self._kv, self._queue, self._running, self._counters, predictor)
         self._num_added = 0
 
@@ -132,30 +127,26 @@ class Scheduler:
             failed.append((request, item_error(request.request_id, cause)))
         return failed
 
-    def take_without_logits(self) -> list[Request]:
-        """Return the requests that ended since the last call because their logits were not finite."""
-        taken, self._without_logits = self._without_logits, []
-        return taken
-
     def schedule(self) -> StepPlan | None:
         """Return the next step to dispatch, or None when nothing may be dispatched now."""
         if not self._states:
             return None
-        self._running.cohorts.rebalance()
-        cohorts = self._running.cohorts.in_turn()
-        step_id = self._in_flight.next_step_id
-        has_prompts = bool(self._queue or self._running.prefilling)
+        running, step_id = self._running, self._in_flight.next_step_id
+        running.cohorts.rebalance()
+        cohorts = running.cohorts.in_turn()
+        has_prompts = bool(self._queue.states or running.prefilling)
         most_steps = STEPS_PER_COHORT if has_prompts else self._limits.max_steps_per_cohort
         # Rows whose last token is fed back by the time of this step, and prompts: no stage will wait.
         for cohort in cohorts:
+            if not cohort.states and not has_prompts:
+                continue
             if cohort.num_in_flight >= most_steps:
-                if cohort.states or has_prompts:
-                    # A cohort that overtook it now would do so in every round: rows would step too early, and stages
-                    # would wait for their tokens, or rows would step too rarely.
-                    return None
-            elif (plan := self._plan_step(cohort, step_id - self._limits.num_stages)) is not None:
+                # A cohort that overtook it now would do so in every round: rows would step too early, and stages would
+                # wait for their tokens, or rows would step too rarely.
+                return None
+            if (plan := self._plan_step(cohort, step_id - self._limits.num_stages)) is not None:
                 return plan
-        # The pipeline is not full. The first stage will wait for the tokens of these rows, and delay nobody by it.
+        # The pipeline is not full. The first stage will wait for the tokens of these rows, and delays nothing by it.
         for cohort in cohorts:
             if cohort.states and (plan := self._plan_step(cohort, step_id - 1)) is not None:
                 return plan
@@ -177,8 +168,7 @@ class Scheduler:
         Rows yield `num_valid` tokens, 0 for chunks that are not the last of their prefill, and where a grammar's mask
         came too late: such a row tries again in its next step. Tokens after the one that ends a request are dropped.
         """
-        step = self._in_flight.collect(result.step_id)
-        self._running.note_collected(step)
+        step = self._running.collect(result.step_id)
         token_ids: list[list[int]] = result.token_ids.tolist()
         num_valid: list[int] = result.num_valid.tolist()
         assert len(num_valid) == len(step.decoding) + len(step.chunks)
@@ -192,13 +182,13 @@ class Scheduler:
             state.num_in_flight_yields -= 1
             state.max_in_flight_tokens -= width
             request = state.request
-            if request.finish_reason or not (count or request.has_grammar):
+            if request.finish_reason or not (count or state.has_grammar):
                 continue
             taken = self._take(state, tokens[:count]) if count else []
             if request.finish_reason is FinishReason.ERROR:
                 continue
             self._counters.num_late_masks += not count
-            if logprobs is None and not request.has_grammar:
+            if logprobs is None and not state.has_grammar:
                 updates.append(RequestUpdate(request, taken, request.finish_reason))
             else:
                 updates.append(_update(state, index, taken, logprobs, draft_ids))
@@ -215,7 +205,7 @@ class Scheduler:
             if state.request.finish_reason is FinishReason.ERROR:
                 continue
             update = _update(state, index, taken, logprobs, draft_ids if chunk.is_last else None)
-            if update.is_news or (chunk.is_last and state.request.has_grammar):
+            if update.is_news or (chunk.is_last and state.has_grammar):
                 updates.append(update)
         return updates
 
@@ -266,43 +256,91 @@ class Scheduler:
 
         Only rows that yielded their last token in step `newest_feedback` or before may decode.
         """
-        in_flight = self._in_flight
-        num_drafts = self._drafts.num_drafts_of(cohort, self._kv.num_free)
-        decoding = self._decode.take_rows(cohort, num_drafts, newest_feedback)
-        chunks = self._prefill.take_chunks(decoding, num_drafts, in_flight.last_collected)
+        running, in_flight, limits = self._running, self._in_flight, self._limits
+        step_id, num_drafts = in_flight.next_step_id, 0
+        if limits.max_drafts and cohort.states:
+            num_drafts = self._drafts.num_drafts_of(cohort, self._kv.num_free)
+        decoding = self._take_decode_rows(cohort, num_drafts, newest_feedback)
+        chunks: list[Chunk] = []
+        if self._queue.states or running.prefilling:
+            chunks = self._prefill.take_chunks(decoding, num_drafts, in_flight.last_collected)
         if not decoding and not chunks:
             return None
-        step = InFlightStep(in_flight.next_step_id, cohort, num_drafts if decoding else 0, decoding, chunks)
-        wait_us = 0 if self._running.num_without_grammar else MAX_MASK_WAIT_US
-        plan = build_plan(step, wait_us, self._kv.take_copies())
-        self._note_dispatched(step)
-        return plan
-
-    def _note_dispatched(self, step: InFlightStep) -> None:
-        step_id, width = step.step_id, 1 + step.num_drafts
-        for state in step.decoding:
+        step = InFlightStep(step_id, cohort, num_drafts if decoding else 0, decoding, chunks)
+        wait_us = 0 if running.num_without_grammar else MAX_MASK_WAIT_US
+        plan = build_plan(step, wait_us, self._kv.in_cpu_memory.take_copies() if limits.num_cpu_blocks else NO_BYTES)
+        for state in decoding:
             state.last_step = state.last_yield_step = step_id
             state.num_in_flight_yields += 1
-            state.max_in_flight_tokens += width
-        for chunk in step.chunks:
-            self._running.note_prefilled(chunk, step)
-        self._in_flight.append(step)
-        self._running.cohorts.note_dispatched(step.cohort)
+            state.max_in_flight_tokens += 1 + step.num_drafts
+        for chunk in chunks:
+            running.note_prefilled(chunk, step)
+        in_flight.append(step)
+        running.cohorts.note_dispatched(cohort)
         self._counters.num_steps += 1
-        self._counters.num_prefill_chunks += len(step.chunks)
+        self._counters.num_prefill_chunks += len(chunks)
+        return plan
+
+    def _take_decode_rows(self, cohort: Cohort, num_drafts: int, newest_feedback: int) -> list[RequestState]:
+        """Return the rows of the cohort that decode in its next step; blocks are reserved for all that they may write.
+
+        Args:
+            cohort: Whose turn it is.
+            num_drafts: K.
+            newest_feedback: Only rows that yielded their last token in this step or before are chosen.
+        """
+        chosen: list[RequestState] = []
+        block_size, max_steps = self._limits.block_size, self._limits.max_steps_per_cohort
+        num_ahead = num_drafts + self._limits.num_lookahead_tokens
+        for state in cohort.states.copy():  # a preemption takes rows out
+            if state.last_yield_step > newest_feedback or state.num_in_flight_yields >= max_steps:
+                continue
+            if state.num_tokens + state.num_in_flight_yields >= state.limit:
+                continue  # the steps in flight bring it to its limit
+            num_tokens = min(state.num_tokens + state.max_in_flight_tokens + num_ahead, state.limit)
+            if num_tokens > len(state.blocks) * block_size and not self._make_room(state, num_tokens, chosen):
+                continue
+            chosen.append(state)
+        return chosen
+
+    def _make_room(self, state: RequestState, num_tokens: int, chosen: list[RequestState]) -> bool:
+        """Let a row's blocks hold that many tokens; if blocks lack, preempt the requests that would be served last.
+
+        The one that is served first is never preempted for another. So it always ends, and then another one is first.
+
+        Returns:
+            False when the row must skip this turn, or was preempted itself. Preempted rows are removed from `chosen`.
+        """
+        while state.row != NO_ROW:
+            if self._kv.try_grow(state, num_tokens):
+                return True
+            if state.num_in_flight_yields:
+                return False
+            if any(other.num_tokens + other.num_in_flight_yields >= other.limit for other in self._running):
+                return False  # blocks are about to become free
+            victim = WaitingQueue.last_of(self._running)
+            # Its row and blocks go; its known tokens are computed again later.
+            self._running.stop(victim)
+            self.items.push(victim)
+            victim.request.num_preemptions += 1
+            self._counters.num_preemptions += 1
+            if victim in chosen:
+                chosen.remove(victim)
+        return False
 
     def _take(self, state: RequestState, token_ids: list[int]) -> list[int]:
+        """Take in what a row yielded; return what its request keeps."""
         taken = take_tokens(state, token_ids)
         self._counters.num_generated_tokens += len(taken)
-        has_failed = state.request.finish_reason is FinishReason.ERROR
-        if has_failed:
-            self._without_logits.append(state.request)
+        reason = state.request.finish_reason
         if state.row == NO_ROW:
             self.items.note_growth(state, len(taken))
-        elif not has_failed:
+        elif reason is not FinishReason.ERROR:
             # All but the last token were computed by steps whose results are in.
             self._kv.offer(state, state.num_tokens - 1)
-        if state.request.finish_reason:
+        if reason:
+            if reason is FinishReason.ERROR:
+                self.without_logits.append(state.request)
             self._end(state)
         return taken
 
@@ -323,10 +361,40 @@ def _update(
 ) -> RequestUpdate:
     """Return what a step brought to the request whose row is the step's row `index`."""
     drafts: list[int] | None = None
-    if state.request.has_grammar:
+    if state.has_grammar:
         drafts = draft_ids[index] if draft_ids is not None else []
     if logprobs is None:
         return RequestUpdate(state.request, taken, state.request.finish_reason, draft_ids=drafts)
     update = logprobs.update(state, index, taken)
     update.draft_ids = drafts
     return update
+
+
+def take_tokens(state: RequestState, token_ids: list[int]) -> list[int]:
+    """Append new tokens to the request's output, up to the one that ends it; return those that were taken.
+
+    The ending token is kept, and the request's `finish_reason` set. A token that is EOS and stop token counts as EOS.
+    A negative id says that the logits were not finite: the request ends with an error, which the caller reports.
+    """
+    num_taken, reason = 0, FinishReason.NONE
+    for token_id in token_ids:
+        if token_id < 0:
+            reason = FinishReason.ERROR
+            break
+        num_taken += 1
+        if token_id in state.end_token_ids:
+            reason = FinishReason.STOP
+        elif state.num_tokens + num_taken >= state.limit:
+            reason = FinishReason.LENGTH
+        else:
+            continue
+        break
+    if num_taken < len(token_ids):
+        token_ids = token_ids[:num_taken]
+    request = state.request
+    request.output_token_ids += token_ids
+    request.finish_reason = reason
+    state.num_tokens += num_taken
+    if reason is FinishReason.STOP and (request.params.ignore_eos or token_ids[-1] not in request.eos_token_ids):
+        request.stop_token_id = token_ids[-1]
+    return token_ids

@@ -18,8 +18,7 @@ import math
 from typing import NamedTuple
 
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.scheduler.step_predictor import StepPredictor
-from raypp.scheduler.step_work import StepWork, prompt_pairs
+from raypp.scheduler.step_predictor import StepPredictor, StepWork, prompt_pairs
 
 SPREAD_PER_STAGE = 4
 """Waiting prompts are spread over this many steps per stage: enough to fill the pipeline with a lone prompt."""

@@ -28,31 +28,32 @@ class WaitingQueue:
     """Requests without a row, in the order in which they will get one."""
 
     def __init__(self) -> None:
-        self._states: dict[Turn, RequestState] = {}
+        self.states: dict[Turn, RequestState] = {}
+        """By their turns, in no order."""
         # A heap. Turns of requests that were removed from elsewhere than the front stay, until most turns are such.
         self._turns: list[Turn] = []
         self.num_tokens = 0  # that their prefills will have to compute, if nothing is cached
 
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self.states)
 
     def __contains__(self, state: RequestState) -> bool:
-        return turn_of(state) in self._states
+        return turn_of(state) in self.states
 
     def __iter__(self) -> Iterator[RequestState]:
-        return iter([self._states[turn] for turn in sorted(self._states)])
+        return iter([self.states[turn] for turn in sorted(self.states)])
 
     @property
     def head(self) -> RequestState:
         """The request that is next."""
-        while self._turns[0] not in self._states:
+        while self._turns[0] not in self.states:
             heapq.heappop(self._turns)
-        return self._states[self._turns[0]]
+        return self.states[self._turns[0]]
 
     def push(self, state: RequestState) -> None:
         """Take in a request: a new one, or one that was preempted and is served before most others."""
         turn = turn_of(state)
-        self._states[turn] = state
+        self.states[turn] = state
         heapq.heappush(self._turns, turn)
         self.num_tokens += state.num_tokens
 
@@ -62,11 +63,11 @@ class WaitingQueue:
 
     def remove(self, state: RequestState) -> None:
         """Take a request out, wherever it stands."""
-        del self._states[turn_of(state)]
+        del self.states[turn_of(state)]
         self.num_tokens -= state.num_tokens
-        if len(self._turns) > 2 * len(self._states) + _FEW_STALE_TURNS:
-            self._states = dict(self._states)  # a copy: a dict that shrinks keeps its memory
-            self._turns = list(self._states)
+        if len(self._turns) > 2 * len(self.states) + _FEW_STALE_TURNS:
+            self.states = dict(self.states)  # a copy: a dict that shrinks keeps its memory
+            self._turns = list(self.states)
             heapq.heapify(self._turns)
 
     @staticmethod
@@ -83,8 +84,8 @@ class WaitingQueue:
         for state in self:
             if state.request.items is None:
                 first_waiting.setdefault(turn_of(state)[:3], state.arrival)
-        assert set(self._states) <= set(self._turns)
-        assert len(self._turns) <= 2 * len(self._states) + _FEW_STALE_TURNS + 1
+        assert set(self.states) <= set(self._turns)
+        assert len(self._turns) <= 2 * len(self.states) + _FEW_STALE_TURNS + 1
         for state in running:
             arrival = first_waiting.get(turn_of(state)[:3], state.arrival)
             assert state.arrival <= arrival, "a request was overtaken"

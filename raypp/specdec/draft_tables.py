@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
-from raypp.ops.row_tokens import NewTokens, RowTokens
+from raypp.ops.row_tokens import RowTokens, StepTokens
 from raypp.specdec.proposer import Drafts
-from raypp.specdec.verify import Verification, verify_drafts
 from raypp.starting_rows import StartingRows
 
 
@@ -42,12 +42,11 @@ class DraftTables:
             from raypp.ops.cuda.verify_kernels import verify_and_append
 
             tables = (self.draft_ids, self._num_proposed, self._limits, self._tokens.table)
-            num_valid, num_drafted, num_matched, lengths = verify_and_append(token_ids, rows, first, *tables)
-            return Verification(num_valid, num_drafted, num_matched, lengths)
+            return Verification(*verify_and_append(token_ids, rows, first, *tables))
         room = self._limits.index_select(0, rows) - first.to(torch.int32)
         num_proposed = self._num_proposed.index_select(0, rows)
         verified = verify_drafts(token_ids, first, self.of(rows), num_proposed, room)
-        self._tokens.write(NewTokens(rows, first, token_ids))
+        self._tokens.write(StepTokens(rows, first, token_ids))
         return verified
 
     def have_room(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -66,3 +65,38 @@ class DraftTables:
         """Take the rows' next drafts over. Shapes: rows [Y] int64."""
         self.draft_ids.index_copy_(0, rows, drafts.draft_ids)
         self._num_proposed.index_copy_(0, rows, drafts.num_proposed)
+
+
+class Verification(NamedTuple):
+    """How far each of Y rows got. K drafts were verified."""
+
+    num_valid: torch.Tensor  # [Y] int32: 1 + accepted drafts, at least 1
+    num_drafted: torch.Tensor  # [Y] int32: drafts that were compared; misses are none. At K = 0: the first, as a shadow
+    num_matched: torch.Tensor  # [Y] int32: leading ones of these that equal the model's tokens
+    lengths: torch.Tensor  # [Y] int64, of the rows, the valid tokens included
+
+
+def verify_drafts(
+    token_ids: torch.Tensor,
+    first: torch.Tensor,
+    draft_ids: torch.Tensor,
+    num_proposed: torch.Tensor,
+    max_valid: torch.Tensor,
+) -> Verification:
+    """Accept drafts up to the first that is not the model's own token.
+
+    Shapes: token_ids [Y, 1 + K] int32, the model's tokens, each given all drafts before it; first [Y] int64, the
+    position of each row's first token; draft_ids [Y, K_max] int32; num_proposed [Y] int32, leading drafts that count;
+    max_valid [Y] int32, tokens that the row has room for.
+    """
+    num_verified = token_ids.shape[1] - 1
+    if not num_verified:  # the row grows by one token, and the first draft is only looked at
+        num_drafted = num_proposed.clamp(max=1)
+        num_matched = (token_ids == draft_ids[:, :1]).squeeze(1) * num_drafted
+        return Verification(torch.ones_like(num_drafted), num_drafted, num_matched, first + 1)
+    num_drafted = num_proposed.clamp(max=num_verified)
+    matches = token_ids[:, :num_verified] == draft_ids[:, :num_verified]
+    matches &= torch.arange(num_verified, device=token_ids.device) < num_drafted.unsqueeze(1)
+    num_matched = matches.to(torch.int32).cumprod(1).sum(1, dtype=torch.int32)
+    num_valid = torch.minimum(num_matched + 1, max_valid.clamp(min=1))
+    return Verification(num_valid, num_drafted, num_matched, first + num_valid)

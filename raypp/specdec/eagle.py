@@ -14,7 +14,8 @@ import torch
 from raypp.models.draft_head import DraftHead, Entered
 from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
-from raypp.specdec.proposer import DraftingRows, Drafts, Followed, VerifiedStep
+from raypp.ops.row_tokens import StepTokens
+from raypp.specdec.proposer import Drafts, Followed, StepHidden
 
 
 class EagleProposer:
@@ -28,7 +29,7 @@ class EagleProposer:
         max_len: The most tokens of a row, drafts included.
     """
 
-    is_recorded_apart = True
+    has_own_graphs = True
 
     def __init__(
         self, head: DraftHead, kv_cache: torch.Tensor, block_tables: torch.Tensor, *, num_drafts: int, max_len: int
@@ -44,21 +45,21 @@ class EagleProposer:
         self._draft_start_loc = torch.arange(max_rows + 1, dtype=torch.int32, device=device) * num_drafts
         self._draft_numbers = torch.arange(1, num_drafts + 1, dtype=torch.int32, device=device).unsqueeze(1)
 
-    def follow(self, step: VerifiedStep) -> Followed:
+    def follow(self, tokens: StepTokens, hidden: StepHidden) -> Followed:
         """Let the step's tokens enter; return what the newest one of each row has become, ready for attention."""
-        hidden, head = step.hidden, self._head
-        entered = head.enter(head.states(hidden.hidden_states, hidden.aux), _next_token_ids(step))
+        head = self._head
+        entered = head.enter(head.states(hidden.hidden_states, hidden.aux), _next_token_ids(tokens, hidden))
         head.append(entered.qkv, head.rotation(hidden.positions), self._kv_cache, hidden.slot_mapping)
-        newest = _newest_indices(step)
+        newest = _newest_indices(tokens, hidden)
         return tuple(each.index_select(0, newest) for each in (entered.residual, entered.qkv, hidden.positions))
 
-    def propose(self, drafting: DraftingRows, followed: Followed) -> Drafts:
+    def propose(self, tokens: StepTokens, followed: Followed, max_length: int) -> Drafts:
         """Return the drafts; all of them count."""
         residual, qkv, newest = followed
         head, entered, draft_ids = self._head, Entered(residual, qkv), []
-        num_rows = len(drafting.rows)
+        num_rows = len(tokens.rows)
         if not num_rows:  # a step of chunks alone, none of them a prompt's last
-            none = torch.empty(0, self._num_drafts, dtype=torch.int32, device=drafting.rows.device)
+            none = torch.empty(0, self._num_drafts, dtype=torch.int32, device=tokens.rows.device)
             return Drafts(none, none[:, 0])
         # A row of n tokens has entered up to position n - 2: with the state there, and its last token. One whose mask
         # came too late has entered n - 1 with a wrong token; its drafts are too, and nothing before is written again.
@@ -66,7 +67,7 @@ class EagleProposer:
         inputs = row_inputs(
             self._block_tables,
             self._no_entries,
-            drafting.rows,
+            tokens.rows,
             num_computed_tokens,
             Queries(self._draft_start_loc[: num_rows + 1], num_rows * self._num_drafts, self._num_drafts),
             block_size=self._kv_cache.shape[3],
@@ -98,23 +99,23 @@ class EagleProposer:
         return Drafts(torch.stack(draft_ids, 1), num_proposed)
 
 
-def _newest_indices(step: VerifiedStep) -> torch.Tensor:
+def _newest_indices(tokens: StepTokens, hidden: StepHidden) -> torch.Tensor:
     """Return where among the step's tokens each row's newest one with a state stands, int64 [Y]."""
-    width = step.token_ids.shape[1]
+    width, indices = tokens.token_ids.shape[1], hidden.token_indices
     if width == 1:
-        return step.token_indices
-    assert step.num_valid is not None
-    num_decode_tokens = step.num_decode_rows * width
-    first = step.token_indices[:num_decode_tokens:width]
-    if len(step.token_indices) > num_decode_tokens:
-        first = torch.cat((first, step.token_indices[num_decode_tokens:]))
-    return first + (step.num_valid - 1).clamp(min=0)  # a row whose mask came too late yields nothing
+        return indices
+    assert tokens.num_valid is not None
+    num_decode_tokens = hidden.num_decode_rows * width
+    first = indices[:num_decode_tokens:width]
+    if len(indices) > num_decode_tokens:
+        first = torch.cat((first, indices[num_decode_tokens:]))
+    return first + (tokens.num_valid - 1).clamp(min=0)  # a row whose mask came too late yields nothing
 
 
-def _next_token_ids(step: VerifiedStep) -> torch.Tensor:
+def _next_token_ids(tokens: StepTokens, hidden: StepHidden) -> torch.Tensor:
     """Return the token after each of the step's tokens, int32 [T]; behind a refused draft it means nothing."""
-    chosen = step.token_ids[: step.num_decode_rows].reshape(-1)
-    if step.num_decode_rows < len(step.rows):
-        chosen = torch.cat((chosen, step.token_ids[step.num_decode_rows :, 0]))
-    known = step.hidden.next_token_ids
-    return chosen if known is None else known.index_copy(0, step.token_indices, chosen)
+    num_decode_rows, known = hidden.num_decode_rows, hidden.next_token_ids
+    chosen = tokens.token_ids[:num_decode_rows].reshape(-1)
+    if num_decode_rows < len(tokens.rows):
+        chosen = torch.cat((chosen, tokens.token_ids[num_decode_rows:, 0]))
+    return chosen if known is None else known.index_copy(0, hidden.token_indices, chosen)

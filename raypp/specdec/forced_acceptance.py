@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, VerifiedStep
+from raypp.ops.row_tokens import StepTokens
+from raypp.specdec.proposer import Drafts, Followed, Proposer
 
 _NUM_DECISIONS, _ROW_STRIDE = 65_521, 7_919  # primes
 
@@ -56,13 +57,10 @@ class AlwaysProposing:
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
-        self.is_recorded_apart = proposer.is_recorded_apart
+        self.has_own_graphs = proposer.has_own_graphs
+        self.follow = proposer.follow
 
-    def follow(self, step: VerifiedStep) -> Followed:
-        """Take in a step."""
-        return self._proposer.follow(step)
-
-    def propose(self, drafting: DraftingRows, followed: Followed) -> Drafts:
+    def propose(self, tokens: StepTokens, followed: Followed, max_length: int) -> Drafts:
         """Return the drafts, none of them a miss."""
-        drafts = self._proposer.propose(drafting, followed)
+        drafts = self._proposer.propose(tokens, followed, max_length)
         return Drafts(drafts.draft_ids, torch.full_like(drafts.num_proposed, drafts.draft_ids.shape[1]))

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 import torch
 
 from raypp.ops.ngram import propose_ngrams, propose_ngrams_by_row
-from raypp.specdec.proposer import DraftingRows, Drafts, Followed, VerifiedStep
+from raypp.ops.row_tokens import StepTokens
+from raypp.specdec.proposer import Drafts, Followed, StepHidden
 
 _FEW_ROWS = 32
 """On a CPU up to this many rows are looked through one by one, about 5 us each."""
@@ -16,7 +17,7 @@ _FEW_ROWS = 32
 class NgramProposer:
     """Looks for the row's newest tokens among those before; see `raypp.ops.ngram`."""
 
-    is_recorded_apart = False
+    has_own_graphs = False
 
     def __init__(
         self, tokens: torch.Tensor, *, window: int, min_n: int, max_n: int, num_drafts: int, max_rows: int
@@ -44,16 +45,17 @@ class NgramProposer:
                 tokens, window=window, min_n=min_n, max_n=max_n, num_drafts=num_drafts, max_rows=max_rows
             )
 
-    def follow(self, step: VerifiedStep) -> Followed:
-        """Do nothing, likewise."""
+    def follow(self, tokens: StepTokens, hidden: StepHidden) -> Followed:
+        """Do nothing: the tokens are in the table."""
         return ()
 
-    def propose(self, drafting: DraftingRows, followed: Followed) -> Drafts:
+    def propose(self, tokens: StepTokens, followed: Followed, max_length: int) -> Drafts:
         """Return what followed the newest tokens where they stood before."""
+        rows, lengths, table = tokens.rows, tokens.lengths, self._tokens
+        assert lengths is not None
         if self._kernel is not None:
-            return Drafts(*self._kernel(drafting.rows, drafting.lengths))
-        tokens, rows, lengths = self._tokens, drafting.rows, drafting.lengths
+            return Drafts(*self._kernel(rows, lengths))
         sizes = {"window": self._window, "min_n": self._min_n, "max_n": self._max_n, "num_drafts": self._num_drafts}
-        if len(rows) <= _FEW_ROWS and not tokens.is_cuda:
-            return Drafts(*propose_ngrams_by_row(tokens, rows, lengths, **sizes))
-        return Drafts(*propose_ngrams(tokens, rows, lengths, max_length=drafting.max_length, **sizes))
+        if len(rows) <= _FEW_ROWS and not table.is_cuda:
+            return Drafts(*propose_ngrams_by_row(table, rows, lengths, **sizes))
+        return Drafts(*propose_ngrams(table, rows, lengths, max_length=max_length, **sizes))

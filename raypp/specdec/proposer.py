@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+
+from raypp.ops.row_tokens import StepTokens
 
 Followed = tuple[torch.Tensor, ...]
 """What a proposer made of a step and needs to propose after it, each [Y, ...]: one line per row that yielded."""
@@ -20,36 +22,16 @@ class StepHidden:
     positions: torch.Tensor  # [T] int64
     slot_mapping: torch.Tensor  # [T] int64
     aux: Sequence[torch.Tensor]  # each [T, H], the states that the proposer asked for
-    next_token_ids: torch.Tensor | None  # [T] int32, of the tokens after; -1 where this step chooses them. None: all
-
-
-@dataclass(frozen=True, eq=False)
-class VerifiedStep:
-    """A step of the last stage once its tokens are chosen: Y rows that yielded, with 1 + K tokens each."""
-
-    rows: torch.Tensor  # [Y] int64
-    token_ids: torch.Tensor  # [Y, 1 + K] int32, valid up to num_valid
-    num_valid: torch.Tensor | None  # [Y] int32, at least 1; None: 1 each
-    num_decode_rows: int  # the first of the Y rows; the others end their prompt, and have one token
+    num_decode_rows: int  # the first of the Y rows that yield; the others end their prompt, and have one token
     token_indices: torch.Tensor  # [N] int64, where among the step's T tokens stand those before the chosen ones
-    hidden: StepHidden
+    next_token_ids: torch.Tensor | None = None  # [T] int32, of the tokens after; 0 where this step chooses them
 
 
-@dataclass(frozen=True, eq=False)
-class Drafts:
+class Drafts(NamedTuple):
     """What was proposed. Every row gets valid token ids, also where the proposer stands behind none."""
 
     draft_ids: torch.Tensor  # [Y, K_max] int32
     num_proposed: torch.Tensor  # [Y] int32: leading ids that the proposer stands behind; 0 is a miss
-
-
-@dataclass(frozen=True, eq=False)
-class DraftingRows:
-    """Who is to be proposed drafts. Y rows."""
-
-    rows: torch.Tensor  # [Y] int64
-    lengths: torch.Tensor  # [Y] int64, their new tokens included
-    max_length: int  # an upper bound of `lengths` that the host knows
 
 
 class Proposer(Protocol):
@@ -59,11 +41,44 @@ class Proposer(Protocol):
     first takes in the step, the second depends on the number of rows alone, whatever step it was.
     """
 
-    is_recorded_apart: bool
-    """Whether the two parts are worth recordings of their own: they take long, or many recordings would repeat them."""
+    has_own_graphs: bool
+    """Whether the two parts are worth graphs of their own: they take long, or many graphs would repeat them."""
 
-    def follow(self, step: VerifiedStep) -> Followed:
-        """Take in a step; called once for each, whether something is proposed after it or not."""
+    def follow(self, tokens: StepTokens, hidden: StepHidden) -> Followed:
+        """Take in a step whose drafts are verified; called once for each, whether something is proposed or not."""
 
-    def propose(self, drafting: DraftingRows, followed: Followed) -> Drafts:
-        """Return the next drafts of the rows that yielded in the step that was followed last."""
+    def propose(self, tokens: StepTokens, followed: Followed, max_length: int) -> Drafts:
+        """Return the next drafts of the rows that yielded in the step that was followed last.
+
+        Args:
+            tokens: Of the rows. Only they and their lengths count.
+            followed: What `follow` returned.
+            max_length: An upper bound of the lengths that the host knows.
+        """
+
+
+class HybridProposer:
+    """Asks both: which of them a row needs, the host does not know when it orders the step.
+
+    Args:
+        first: Proposes from tables alone: it makes nothing of a step.
+        second: Any.
+    """
+
+    def __init__(self, first: Proposer, second: Proposer) -> None:
+        self._first = first
+        self._second = second
+        self.has_own_graphs = first.has_own_graphs or second.has_own_graphs
+
+    def follow(self, tokens: StepTokens, hidden: StepHidden) -> Followed:
+        """Take in a step."""
+        return self._second.follow(tokens, hidden)
+
+    def propose(self, tokens: StepTokens, followed: Followed, max_length: int) -> Drafts:
+        """Return the first one's drafts where it stands behind any."""
+        first, second = self._first.propose(tokens, (), max_length), self._second.propose(tokens, followed, max_length)
+        is_first = first.num_proposed > 0
+        return Drafts(
+            torch.where(is_first.unsqueeze(1), first.draft_ids, second.draft_ids),
+            torch.where(is_first, first.num_proposed, second.num_proposed),
+        )

@@ -1,1 +1,1 @@
-"""One pipeline stage: its rows, the body and the end of its steps, and their recordings."""
+"""One pipeline stage: its rows, the layers and the end of its steps, and their CUDA graphs."""

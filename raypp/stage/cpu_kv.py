@@ -5,14 +5,13 @@ On a GPU a batch of copies runs in a stream of its own, beside the steps before 
     steps     ... | after_step | another | another | the step of the batch, and all after it
     copies               +--> out, in ------------->+
 
-No host waits. A recording holds none of it: the waits stand in the stream before its replay.
+No host waits. A graph holds none of it: the waits stand in the stream before its replay.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -22,26 +21,6 @@ from raypp.ops.device_kernels import open_block_store
 from raypp.stage.stage_spec import StageSpec
 from raypp.tracing import ForwardCounter, now_ns
 from raypp.transport.gpu_access import CurrentStream
-
-
-class CpuKv(Protocol):
-    """What a stage does for blocks in CPU memory."""
-
-    def before_step(self, plan: StepPlan) -> None:
-        """Order the plan's copies. Before its step reads or writes any KV."""
-
-    def after_step(self, plan: StepPlan) -> None:
-        """Note that all of the step is queued."""
-
-
-class NoCpuKv:
-    """For stages without such blocks."""
-
-    def before_step(self, plan: StepPlan) -> None:
-        """Nothing is ordered."""
-
-    def after_step(self, plan: StepPlan) -> None:
-        """Nobody asks."""
 
 
 class HostCpuKv:
@@ -130,8 +109,10 @@ class _Batch:
         return max(0, round(milliseconds * 1e6))
 
 
-def open_cpu_kv(spec: StageSpec, kv_caches: Sequence[torch.Tensor], counter: ForwardCounter) -> CpuKv:
-    """Return what copies a stage's blocks to CPU memory and back.
+def open_cpu_kv(
+    spec: StageSpec, kv_caches: Sequence[torch.Tensor], counter: ForwardCounter
+) -> HostCpuKv | CudaCpuKv | None:
+    """Return what copies a stage's blocks to CPU memory and back; None: no blocks are kept there.
 
     Args:
         spec: Which stage.
@@ -142,7 +123,7 @@ def open_cpu_kv(spec: StageSpec, kv_caches: Sequence[torch.Tensor], counter: For
         ResourceError: the machine has not so much memory to spare.
     """
     if not spec.num_cpu_blocks:
-        return NoCpuKv()
+        return None
     stores = [open_block_store(caches, spec.num_cpu_blocks, spec.num_staged_blocks) for caches in kv_caches]
     device = torch.device(spec.device)
     if device.type != "cuda":

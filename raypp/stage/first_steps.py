@@ -1,8 +1,8 @@
 """The first steps of a stage on a GPU, of padding alone: kernels compile, and memory is found to suffice.
 
 `warm_up` runs the largest step that a plan may order, and small mixed ones, and chooses tokens as called steps do:
-recordings, which also verify drafts and follow grammars, hold other kernels, and the first request that draws would
-have all others wait for these. `compile_ahead` runs every decode step that will be recorded, side by side in threads:
+full graphs, which also verify drafts and follow grammars, hold other kernels, and the first request that draws would
+have all others wait for these. `compile_ahead` runs every decode step that will be captured, side by side in threads:
 one after the other their kernels take a second each to compile.
 """
 
@@ -20,11 +20,11 @@ from raypp.errors import ResourceError
 from raypp.messages import NULL_BLOCK
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
-from raypp.ops.row_tokens import NewTokens
-from raypp.ops.sample.tables import Needs
-from raypp.stage.sampler import Sampler
+from raypp.ops.row_tokens import StepTokens
+from raypp.row_params import Needs
 from raypp.stage.stage_model import StageModel
 from raypp.stage.stage_spec import StageSpec
+from raypp.stage.step_end import Sampler
 from raypp.stage.step_sizes import FullSize
 
 
@@ -118,7 +118,8 @@ def _choose(spec: StageSpec, sampler: Sampler) -> None:
     written = torch.full_like(rows, spec.scrap_row)
     for needs in (Needs.GREEDY, Needs.DRAW | Needs.TRUNCATE, Needs.CHANGES, Needs.ALL):
         chosen = sampler.choose(logits, rows, positions, needs)
-        sampler.remember(NewTokens(written, positions, chosen.to(torch.int32).unsqueeze(1)), needs, counts=True)
+        if needs & Needs.HISTORY:
+            sampler.remember(StepTokens(written, positions, chosen.to(torch.int32).unsqueeze(1)), counts=True)
     sampler.report(logits, rows, chosen)
 
 

@@ -19,11 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.messages import NO_STEP, Int32s, Int64s, MaskMoment, MaskUpdate, StepPlan
-from raypp.ops.sample.step_masks import FREE, StepMasks
-from raypp.ops.sample.tables import PositionMasks
+from raypp.messages import NO_STEP, Int32s, Int64s, MaskMoment, MaskUpdate
+from raypp.ops.sample.tables import FREE, PositionMasks, StepMasks
 from raypp.stage.stage_spec import StageSpec
-from raypp.stage.step_shape import StepShape
+from raypp.stage.step_batch import StepBatch
 from raypp.starting_rows import StartingRows
 
 _MAX_LAYOUTS = 64
@@ -61,14 +60,15 @@ class GrammarMasks:
         self._moments[:, MaskMoment.NUM_MASKS] = 0
         self._mask_draft_ids = np.full((rows, spec.max_drafts), -1, np.int32)
         self._bitmasks: Int32s | None = None  # [rows, 1 + K_max, W]
-        self._layouts: dict[StepShape, _Layout | None] = {}
+        self._layouts: dict[StepBatch, _Layout] = {}
         # On the device, what is said of a step's rows and positions, `_PARTS`, and then the masks themselves.
         most_rows, most_positions = spec.max_step_rows, spec.max_step_rows * (1 + spec.max_drafts)
         self._part_lens = (most_rows, most_rows, most_rows * spec.max_drafts, most_positions)
         self._header_len = sum(self._part_lens)
         self._most_masks = most_positions
         self._buffer: torch.Tensor | None = None
-        self._is_neutral = True  # the buffer says of all rows that they are free
+        self.is_neutral = True
+        """Whether the buffer says of all rows that they are free."""
 
     def put(self, update: MaskUpdate) -> None:
         """Take masks in; each row at most once. From any thread."""
@@ -103,38 +103,24 @@ class GrammarMasks:
         """Take over rows that start."""
         self._layouts.clear()
         self._has_grammar[starting.rows_np] = False
-        step_id, extras = starting.plan.step_id, starting.extras
-        if extras is None or not extras.has_grammar.any():
+        step_id, rows = starting.plan.step_id, starting.rows_np[starting.params["has_grammar"] > 0]
+        if not len(rows):
             return
-        rows = extras.rows[extras.has_grammar > 0]
         self._has_grammar[rows] = True
         self._is_late[rows] = False
         self._start_steps[rows] = step_id
         self._last_steps[rows] = step_id - 1
 
-    def of_step(
-        self,
-        plan: StepPlan,
-        shape: StepShape,
-        num_yielding: int,
-        num_positions: int,
-        mark_body: Callable[[], Callable[[], bool]],
-    ) -> StepMasks | None:
-        """Return the masks of a step's rows, valid until the next step; None when no row has a grammar.
+    def of_step(self, batch: StepBatch, mark_body: Callable[[], Callable[[], bool]]) -> StepMasks:
+        """Return the masks of a step with rows under a grammar, padding included, valid until the next step.
 
         Waits as long as it may, see above.
 
         Args:
-            plan: The step.
-            shape: Its rows, without padding.
-            num_yielding: Rows that the sampler chooses for: those that yield, and padding.
-            num_positions: Positions at which it does.
+            batch: The step.
             mark_body: See `body_mark`.
         """
-        layout = self._layout_of(shape)
-        if layout is None:
-            self._make_neutral()
-            return None
+        layout, plan = self._layout_of(batch), batch.plan
         rows, is_body_done = layout.rows_np, mark_body()
         with self._changed:
             moments = self._await(rows, plan.max_mask_wait_us / 1e6, is_body_done)
@@ -142,6 +128,9 @@ class GrammarMasks:
             num_masks *= moments[:, MaskMoment.START_STEP] == self._start_steps[rows]
             self._upload(layout, moments[:, MaskMoment.POSITION], num_masks)
         self._last_steps[rows] = plan.step_id
+        num_yielding, num_positions = len(batch.sampled_np), len(batch.logits_rows_np)
+        if batch.is_full_graph:  # with padding
+            num_yielding, num_positions = batch.size.message[:2]
         return self.of_places(num_yielding, num_positions, layout.num_drafts)
 
     def of_places(self, num_yielding: int, num_positions: int, num_drafts: int) -> StepMasks:
@@ -181,36 +170,34 @@ class GrammarMasks:
             places = self._bitmasks.reshape(-1, width)
             np.take(places, mask_rows * self._shape[1] + mask_places, axis=0, out=masks, mode="clip")
         self._on_device()[:num_words].copy_(staged, non_blocking=True)
-        self._is_neutral = False
+        self.is_neutral = False
 
-    def _make_neutral(self) -> None:
-        """Say of all rows that they are free: recordings look at the buffer in every step."""
-        if not self._is_neutral and self._buffer is not None:
-            self._buffer[: self._header_len].fill_(FREE)
-            self._is_neutral = True
+    def make_neutral(self) -> None:
+        """Say of all rows that they are free: full graphs look at the buffer in every step."""
+        self._on_device()[: self._header_len].fill_(FREE)
+        self.is_neutral = True
 
-    def _layout_of(self, shape: StepShape) -> _Layout | None:
-        """Return where the rows under a grammar are in a step; None if there are none. Kept until rows change."""
-        if shape not in self._layouts:
+    def _layout_of(self, batch: StepBatch) -> _Layout:
+        """Return where the rows under a grammar are in a step. Kept until rows change."""
+        layout = self._layouts.get(batch)
+        if layout is None:
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
-            yielding_rows = shape.rows_np[shape.sampled_np]
+            yielding_rows = batch.rows_np[batch.sampled_np]
             indices = np.flatnonzero(self._has_grammar[yielding_rows])
-            width, num_decode_rows = shape.decode_query_len, shape.num_decode_rows
+            width, num_decode_rows = batch.query_len, batch.num_decode_rows
             is_decode = indices < num_decode_rows
             first_logits = np.where(is_decode, indices * width, num_decode_rows * (width - 1) + indices)
             columns = np.arange(width)
-            self._layouts[shape] = None
-            if len(indices):
-                self._layouts[shape] = _Layout(
-                    rows_np=yielding_rows[indices],
-                    yielding_np=indices,
-                    most_masks=np.where(is_decode, width, 1),
-                    columns=columns,
-                    logit_indices=first_logits[:, None] + columns,
-                    num_drafts=width - 1,
-                )
-        return self._layouts[shape]
+            layout = self._layouts[batch] = _Layout(
+                rows_np=yielding_rows[indices],
+                yielding_np=indices,
+                most_masks=np.where(is_decode, width, 1),
+                columns=columns,
+                logit_indices=first_logits[:, None] + columns,
+                num_drafts=width - 1,
+            )
+        return layout
 
     def _await(self, rows: NDArray[np.int64], wait_s: float, is_body_done: Callable[[], bool]) -> Int64s:
         """Wait for fresh masks of the rows, as long as it may be; return their moments, [G, 4]. With the lock."""

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.messages import NO_BYTES, Bytes, Int32s, StepLogprobs, StepPlan, pack_inside
+from raypp.messages import Bytes, Int32s, StepLogprobs, pack_inside
 from raypp.ops.host_to_device import to_device
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
-from raypp.ops.sample.logprobs import TopLogprobs, top_logprobs
-from raypp.stage.sampler import Sampler
+from raypp.ops.sample.token_choice import TopLogprobs, top_logprobs
 from raypp.stage.stage_spec import StageSpec
+from raypp.stage.step_batch import StepBatch
+from raypp.stage.step_end import Sampler
 from raypp.stage.step_result import to_host
-from raypp.stage.step_shape import StepShape
 from raypp.starting_rows import StartingRows
 
 _SLICE_TOKENS = 128
@@ -37,11 +37,6 @@ PendingTop = Callable[[], tuple[NDArray[Any], ...]]
 """Returns the columns of `TopLogprobs` that were copied to the host; likewise."""
 
 _NO_TOP = (np.empty((0, 1), np.int32), np.empty((0, 1), np.float32), np.empty(0, np.int32))
-
-
-def no_logprobs() -> Bytes:
-    """Return the report of a step in which nobody asks for any."""
-    return NO_BYTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,51 +78,48 @@ class LogprobReporter:
         self._device = torch.device(spec.device)
         self._sampler = sampler
         self._num_top_np = np.full(spec.max_num_seqs, _NONE, np.int32)
-        self._prompts: dict[int, _Prompt] = {}
+        self.prompts: dict[int, _Prompt] = {}
+        """By row, those whose tokens are reported."""
 
     def start(self, starting: StartingRows) -> None:
         """Take over what rows that start ask for."""
-        rows, extras = starting.rows_np.tolist(), starting.extras
-        self._num_top_np[starting.rows_np] = _NONE
+        rows, params = starting.rows_np.tolist(), starting.params
+        self._num_top_np[starting.rows_np] = params["num_reported"] - 1
+        num_prompt_tops, prompt_lens = params["num_prompt_reported"] - 1, starting.plan.start_prompt_lens
         for row in rows:
-            self._prompts.pop(row, None)
-        if extras is None:
-            return
-        self._num_top_np[extras.rows] = extras.num_logprobs
-        num_prompt_tops = dict(zip(extras.rows.tolist(), extras.num_prompt_logprobs.tolist(), strict=True))
-        prompt_lens = starting.plan.start_prompt_lens.tolist()
-        for row, token_ids, prompt_len in zip(rows, starting.token_ids, prompt_lens, strict=True):
-            num_top = num_prompt_tops.get(row, _NONE)
-            if num_top != _NONE:
-                self._prompts[row] = _Prompt(token_ids[:prompt_len], num_top)
+            self.prompts.pop(row, None)
+        for index in np.flatnonzero(num_prompt_tops != _NONE).tolist():
+            token_ids = starting.token_ids[index][: prompt_lens[index]]
+            self.prompts[rows[index]] = _Prompt(token_ids, int(num_prompt_tops[index]))
 
     def report(
         self,
-        plan: StepPlan,
-        shape: StepShape,
+        batch: StepBatch,
         logits: torch.Tensor,
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
-    ) -> PendingLogprobs:
-        """Queue the report of a step.
+    ) -> PendingLogprobs | None:
+        """Queue the report of a step; None where there is nothing to report.
 
         Shapes: logits [N, V], as the model gave them; token_ids [N], what was chosen; hidden [T, H], of all the step's
         tokens.
         """
-        chunks = self._chunks(plan, shape) if self._prompts else []
-        sampled, scored = self._sampled(shape, logits, token_ids), self._scored(chunks, hidden, compute_logits)
-        return _pending(self._sampled_rows(shape), sampled, chunks, scored)
+        chunks = self._chunks(batch) if self.prompts else []
+        sampled, scored = self._sampled(batch, logits, token_ids), self._scored(chunks, hidden, compute_logits)
+        if sampled is None and scored is None:
+            return None
+        return _pending(self._sampled_rows(batch), sampled, chunks, scored)
 
-    def report_recorded(
-        self, shape: StepShape, logits: torch.Tensor, token_ids: torch.Tensor, top: torch.Tensor
+    def report_full_graph(
+        self, batch: StepBatch, logits: torch.Tensor, token_ids: torch.Tensor, top: torch.Tensor
     ) -> PendingLogprobs:
-        """Queue the same for a recorded step, which has padding; `top` is `TopLogprobs.packed` of all its positions."""
-        num_positions = len(shape.logits_rows_np)
-        if self._num_top_np[shape.rows_np].max() > MAX_REPORTED:
-            sampled = self._sampled(shape, logits[:num_positions], token_ids[:num_positions])
-            return _pending(self._sampled_rows(shape), sampled, [], None)
-        asking, num_top = self._asking(shape)
+        """Queue the same for a full graph, which has padding; `top` is `TopLogprobs.packed` of all its positions."""
+        num_positions = len(batch.logits_rows_np)
+        if self._num_top_np[batch.rows_np].max() > MAX_REPORTED:
+            sampled = self._sampled(batch, logits[:num_positions], token_ids[:num_positions])
+            return _pending(self._sampled_rows(batch), sampled, [], None)
+        asking, num_top = self._asking(batch)
         on_host = to_host(top[:num_positions])
 
         def of_asking() -> tuple[NDArray[Any], ...]:
@@ -136,20 +128,20 @@ class LogprobReporter:
             logprobs = packed[:, width : width + num_columns].view(np.float32)
             return packed[:, :num_columns], logprobs, packed[:, -1]
 
-        return _pending(self._sampled_rows(shape), of_asking, [], None)
+        return _pending(self._sampled_rows(batch), of_asking, [], None)
 
-    def _sampled_rows(self, shape: StepShape) -> NDArray[np.int64]:
+    def _sampled_rows(self, batch: StepBatch) -> NDArray[np.int64]:
         """Return the rows that yield tokens and ask for their log-probabilities, as indices into the step's rows."""
-        asking: NDArray[np.int64] = shape.sampled_np[self._num_top_np[shape.rows_np[shape.sampled_np]] != _NONE]
+        asking: NDArray[np.int64] = batch.sampled_np[self._num_top_np[batch.rows_np[batch.sampled_np]] != _NONE]
         return asking
 
-    def _asking(self, shape: StepShape) -> tuple[NDArray[np.int64], int]:
+    def _asking(self, batch: StepBatch) -> tuple[NDArray[np.int64], int]:
         """Return the positions whose rows ask, as indices into the step's logits, and the most that one asks for."""
-        num_top = self._num_top_np[shape.logits_rows_np]
+        num_top = self._num_top_np[batch.logits_rows_np]
         return np.flatnonzero(num_top != _NONE), int(num_top.max(initial=_NONE))
 
-    def _sampled(self, shape: StepShape, logits: torch.Tensor, token_ids: torch.Tensor) -> PendingTop | None:
-        asking, num_top = self._asking(shape)
+    def _sampled(self, batch: StepBatch, logits: torch.Tensor, token_ids: torch.Tensor) -> PendingTop | None:
+        asking, num_top = self._asking(batch)
         if not len(asking):
             return None
         positions = to_device(asking, self._device)
@@ -158,16 +150,16 @@ class LogprobReporter:
         asked = logits.index_select(0, positions)
         if num_top > MAX_REPORTED or self._device.type == "cpu":
             return _to_host([top_logprobs(asked, chosen, num_top)])
-        rows = to_device(shape.logits_rows_np[asking].astype(np.int64), self._device)
+        rows = to_device(batch.logits_rows_np[asking].astype(np.int64), self._device)
         top = self._sampler.report(asked, rows, chosen)
         return _to_host([TopLogprobs(top.token_ids[:, : 1 + num_top], top.logprobs[:, : 1 + num_top], top.ranks)])
 
-    def _chunks(self, plan: StepPlan, shape: StepShape) -> list[_Chunk]:
-        chunks = []
-        first_token = shape.num_decode_rows * shape.decode_query_len
-        for index in range(shape.num_decode_rows, shape.num_rows):
+    def _chunks(self, batch: StepBatch) -> list[_Chunk]:
+        chunks, plan = [], batch.plan
+        first_token = batch.num_decode_rows * batch.query_len
+        for index in range(batch.num_decode_rows, batch.num_rows):
             num_tokens = int(plan.num_scheduled_tokens[index])
-            prompt = self._prompts.get(int(plan.rows[index]))
+            prompt = self.prompts.get(int(plan.rows[index]))
             if prompt is not None:
                 # The token at position p says how likely the one at p + 1 was; the last one's successor is generated.
                 start = int(plan.num_computed_tokens[index]) + 1
@@ -200,8 +192,6 @@ def _to_host(tops: list[TopLogprobs]) -> PendingTop:
 def _pending(
     sampled_rows: NDArray[np.int64], sampled: PendingTop | None, chunks: list[_Chunk], scored: PendingTop | None
 ) -> PendingLogprobs:
-    if sampled is None and scored is None:
-        return no_logprobs
     return lambda: pack_inside(
         StepLogprobs(
             indices=sampled_rows.astype(np.int32),

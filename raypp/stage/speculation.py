@@ -12,17 +12,14 @@ from raypp.errors import ConfigError
 from raypp.messages import StepPlan
 from raypp.models.draft_head import DraftHead
 from raypp.ops.kv_cache import allocate_kv_caches
-from raypp.ops.row_tokens import NewTokens, RowTokens
+from raypp.ops.row_tokens import RowTokens, StepTokens
 from raypp.specdec.draft_tables import DraftTables
 from raypp.specdec.eagle import EagleProposer
 from raypp.specdec.forced_acceptance import AlwaysProposing, ForcedAcceptance
-from raypp.specdec.hybrid import HybridProposer
 from raypp.specdec.ngram_proposer import NgramProposer
-from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, StepHidden, VerifiedStep
+from raypp.specdec.proposer import Followed, HybridProposer, Proposer, StepHidden
 from raypp.stage.stage_spec import StageSpec
-from raypp.stage.step_result import StepTokens
-from raypp.stage.step_shape import StepShape
-from raypp.starting_rows import StartingRows
+from raypp.stage.step_batch import StepBatch
 
 _LOG = logging.getLogger(__name__)
 
@@ -72,24 +69,15 @@ class Speculation:
         """Of the draft head, [1, ...] as a stage has its own."""
         if given.uses_head:
             self.head_kv_caches.append(_head_kv_caches(spec, head, device))
-        self._proposer = _proposer(spec, tokens.table, head, self.head_kv_caches, block_tables)
-        self._is_sparing = device.type == "cpu" or self._proposer.is_recorded_apart
-        self._shadow_every = _HEAD_SHADOW_EVERY if self._proposer.is_recorded_apart else _SHADOW_EVERY
+        self.proposer = _proposer(spec, tokens.table, head, self.head_kv_caches, block_tables)
+        self._is_sparing = device.type == "cpu" or self.proposer.has_own_graphs
+        self._shadow_every = _HEAD_SHADOW_EVERY if self.proposer.has_own_graphs else _SHADOW_EVERY
         self._num_plain_steps: dict[int, int] = {}  # by cohort, since the last search
         self._forced: ForcedAcceptance | None = None
         if given.forced_acceptance_rate is not None:
             _LOG.warning("drafts are accepted at a forced rate of %g: texts are nonsense", given.forced_acceptance_rate)
             self._forced = ForcedAcceptance(given.forced_acceptance_rate, spec.max_drafts, device)
-            self._proposer = AlwaysProposing(self._proposer)
-
-    @property
-    def is_recorded_apart(self) -> bool:
-        """Whether `follow` and `propose` get recordings of their own."""
-        return self._proposer.is_recorded_apart
-
-    def start(self, starting: StartingRows) -> None:
-        """Take over rows that start."""
-        self.tables.start(starting)
+            self.proposer = AlwaysProposing(self.proposer)
 
     def search_of(self, plan: StepPlan) -> Search:
         """Return what to do in this step; called once for each. A step with drafts does everything."""
@@ -100,77 +88,50 @@ class Speculation:
         self._num_plain_steps[plan.cohort] = count % self._shadow_every
         return Search(compares=count == 1, proposes=count == self._shadow_every)
 
-    def drafts(self, shape: StepShape) -> torch.Tensor:
+    def drafts(self, batch: StepBatch) -> torch.Tensor:
         """Return the drafts that the step verifies, int32 [D, K] for its D decode rows."""
-        decode_rows = shape.rows[: shape.num_decode_rows]
-        return self.tables.of(decode_rows)[:, : shape.decode_query_len - 1]
+        return self.tables.of(batch.rows[: batch.num_decode_rows])[:, : batch.query_len - 1]
 
-    def verify(self, shape: StepShape, chosen: torch.Tensor, positions: torch.Tensor, search: Search) -> StepTokens:
+    def verify(self, batch: StepBatch, chosen: torch.Tensor, positions: torch.Tensor, search: Search) -> StepTokens:
         """Verify the step's drafts, and remember its tokens.
 
         Args:
-            shape: The step.
+            batch: The step.
             chosen: [N] int32, the model's tokens: K + 1 of each decode row, then one of each final chunk; -1 where its
                 logits were not finite.
             positions: [N] int64, theirs.
             search: What the step does.
         """
-        rows = shape.sampled_rows
-        told_ids, first = _by_row(shape, chosen, positions)
-        token_ids = told_ids.clamp(min=0)
+        rows = batch.sampled_rows
+        reported_ids, first = _by_row(batch, chosen, positions)
+        token_ids = reported_ids.clamp(min=0)
         if self._forced is not None:
             token_ids = self._forced(token_ids, self.tables.of(rows), rows, first)
-            told_ids = torch.where(told_ids < 0, told_ids, token_ids)
+            reported_ids = torch.where(reported_ids < 0, reported_ids, token_ids)
+        tokens = StepTokens(rows, first, token_ids, reported_ids=reported_ids)
         if not search.compares:
-            self.tokens.write(NewTokens(rows, first, token_ids))
-            return StepTokens(token_ids, first, first + 1, told_ids=told_ids)
-        verified = self.tables.verify(rows, first, token_ids)
-        return StepTokens(
-            token_ids=token_ids,
-            positions=first,
-            lengths=verified.lengths,
-            num_valid=verified.num_valid,
-            num_drafted=verified.num_drafted,
-            num_matched=verified.num_matched,
-            told_ids=told_ids,
-        )
+            self.tokens.write(tokens)
+            return replace(tokens, lengths=first + 1)
+        return replace(tokens, **self.tables.verify(rows, first, token_ids)._asdict())
 
-    def follow(self, shape: StepShape, tokens: StepTokens, hidden: StepHidden) -> Followed:
-        """Let the proposer take in a step that was verified.
-
-        Args:
-            shape: The step.
-            tokens: What its rows yield.
-            hidden: For proposers that draft from hidden states.
-        """
-        return self._proposer.follow(
-            VerifiedStep(
-                rows=shape.sampled_rows,
-                token_ids=tokens.token_ids,
-                num_valid=tokens.num_valid,
-                num_decode_rows=shape.num_decode_rows,
-                token_indices=shape.logits_indices,
-                hidden=hidden,
-            )
-        )
-
-    def propose(self, rows: torch.Tensor, lengths: torch.Tensor, followed: Followed, max_length: int) -> torch.Tensor:
+    def propose(self, tokens: StepTokens, followed: Followed, max_length: int) -> torch.Tensor:
         """Propose the next drafts of the rows that yielded, and remember them; return them, [Y, K_max] int32.
 
-        Shapes: rows, lengths [Y] int64; `max_length` is an upper bound of the lengths that the host knows.
+        Args:
+            tokens: What they yielded.
+            followed: What the proposer made of the step.
+            max_length: An upper bound of their lengths that the host knows.
         """
-        drafts: Drafts = self._proposer.propose(DraftingRows(rows, lengths, max_length), followed)
-        self.tables.remember(rows, drafts)
+        drafts = self.proposer.propose(tokens, followed, max_length)
+        self.tables.remember(tokens.rows, drafts)
         return drafts.draft_ids
 
-    def draft(
-        self, shape: StepShape, hidden: StepHidden, max_length: int, search: Search, tokens: StepTokens
-    ) -> StepTokens:
+    def draft(self, hidden: StepHidden, max_length: int, search: Search, tokens: StepTokens) -> StepTokens:
         """Follow a step that was verified, and propose; return its tokens with the next drafts."""
-        rows, followed = shape.sampled_rows, self.follow(shape, tokens, hidden)
+        followed = self.proposer.follow(tokens, hidden)
         if not search.proposes:
-            return replace(tokens, draft_ids=self.tables.miss(rows, tokens.token_ids))
-        return replace(tokens, draft_ids=self.propose(rows, tokens.lengths, followed, max_length))
+            return replace(tokens, draft_ids=self.tables.miss(tokens.rows, tokens.token_ids))
+        return replace(tokens, draft_ids=self.propose(tokens, followed, max_length))
 
 
 def _proposer(
@@ -209,12 +170,12 @@ def _head_kv_caches(spec: StageSpec, head: DraftHead | None, device: torch.devic
     return allocate_kv_caches(1, spec.num_blocks, spec.block_size, layer.num_kv_heads, layer.head_dim, dtype, device)
 
 
-def _by_row(shape: StepShape, chosen: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_row(batch: StepBatch, chosen: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tokens [Y, 1 + K], a final chunk's in the first column, and each row's first position [Y]."""
-    width = shape.decode_query_len
+    width = batch.query_len
     if width == 1:
         return chosen.unsqueeze(1), positions
-    num_decode_tokens = shape.num_decode_rows * width
+    num_decode_tokens = batch.num_decode_rows * width
     decode = chosen[:num_decode_tokens].view(-1, width)
     first = positions[:num_decode_tokens:width]
     if len(chosen) == num_decode_tokens:

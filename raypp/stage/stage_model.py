@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from raypp.graphs.cost import RecordingCost
+from raypp.graphs.cost import GraphCost
 from raypp.models.decoder import Deepstack
 from raypp.models.draft_head import DraftHead
 from raypp.ops.attention import AttentionBatch
@@ -31,7 +31,7 @@ class StageModel(Protocol):
         """By depth, the residual stream of the last forward after so many layers, at fixed addresses."""
 
     @property
-    def costs(self) -> Mapping[str, RecordingCost]:
+    def costs(self) -> Mapping[str, GraphCost]:
         """What was compiled, and what that took."""
 
     @property

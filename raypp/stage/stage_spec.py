@@ -15,15 +15,15 @@ NUM_PADDING_ROWS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSpec:
-    """Which steps are padded, recorded and replayed."""
+    """Which steps are padded, captured and replayed."""
 
     has_full: bool = False  # decode steps
-    max_piecewise_tokens: int = 0  # any other step of at most so many tokens, in pieces; 0: none
+    max_piecewise_tokens: int = 0  # any other step of at most so many tokens, piecewise; 0: none
     is_required: bool = False  # whether a stage without memory for any refuses to start
-    planned_bytes: int = 0  # of device memory, that was left to the recordings when the KV cache was sized
+    planned_bytes: int = 0  # of device memory, that was left to the graphs when the KV cache was sized
     max_bytes: int | None = None  # that they may take before sizes are left out; None: what there is
     compile_backend: str | None = None  # torch.compile gets what is before and after attention; with which compiler
-    compile_threads: int = 1  # that compile kernels side by side before anything is recorded
+    compile_threads: int = 1  # that compile kernels side by side before anything is captured
     debug_every: int = 0  # replays are checked, and one of so many is compared with its program; 0: neither
 
 

@@ -13,12 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.encoder.protocol import EncodedItem
-from raypp.messages import StepPlan
 from raypp.models.decoder import Deepstack
 from raypp.ops.host_to_device import to_device, to_device_together
 from raypp.prompt_items import keys_of_array
 from raypp.stage.stage_spec import StageSpec
-from raypp.stage.step_shape import StepShape
+from raypp.stage.step_batch import ItemPart, StepBatch, StepItems
 from raypp.starting_rows import StartingRows
 
 
@@ -58,23 +57,6 @@ class ItemStore:
         return item.rows
 
 
-@dataclass(frozen=True)
-class ItemPart:
-    """The part of an item whose tokens a step computes."""
-
-    key: bytes
-    start: int  # of the item's tokens
-    end: int  # exclusive
-
-
-@dataclass(frozen=True, eq=False)
-class StepItems:
-    """The tokens of a step that stand for images. M of them."""
-
-    token_indices: torch.Tensor  # [M] int64, ascending
-    parts: tuple[ItemPart, ...]  # whose they are, in order
-
-
 @dataclass(frozen=True, eq=False)
 class _Prompt:
     rope_positions: NDArray[np.int32]  # [prompt tokens, 3]
@@ -112,55 +94,52 @@ class ItemRows:
                 )
         self._offsets.index_copy_(0, starting.rows, to_device(np.array([*offsets.values()]), self._device))
 
-    def rope_positions(self, shape: StepShape, plan: StepPlan | None, positions: torch.Tensor) -> torch.Tensor:
+    def rope_positions(self, batch: StepBatch) -> torch.Tensor:
         """Return the rotary positions of a step's tokens: int64 [T], and [T, 3] when tokens of images are among them.
 
-        Without a plan all rows decode: what is said of them is in the tables. Shapes: positions [T] int64, the tokens'
-        indices in their rows.
+        Of decode rows the tables say everything.
         """
-        offsets = self._offsets.index_select(0, shape.rows)
-        rope = positions + (offsets if shape.has_one_token_per_row else offsets.index_select(0, shape.token_rows))
-        if plan is None:
-            return rope
+        positions, offsets = batch.positions, self._offsets.index_select(0, batch.rows)
+        rope = positions + (offsets if batch.has_one_token_per_row else offsets.index_select(0, batch.token_rows))
         indices: list[NDArray[np.int64]] = []
         values: list[NDArray[np.int32]] = []
-        for prompt, token, start, end in self._chunks(shape, plan):
+        for prompt, token, start, end in self._chunks(batch):
             in_prompt = prompt.rope_positions[start:end]
             indices.append(np.arange(token, token + len(in_prompt)))
             values.append(in_prompt)
         if not indices:
             return rope
         at, known = to_device_together((np.concatenate(indices), np.concatenate(values).astype(np.int64)), self._device)
-        if not plan.num_item_tokens:
+        if not batch.plan.num_item_tokens:
             return rope.index_copy_(0, at, known[:, 0].contiguous())  # the same on every axis
         return rope.unsqueeze(1).repeat(1, 3).index_copy_(0, at, known)
 
-    def step_items(self, shape: StepShape, plan: StepPlan) -> StepItems | None:
+    def step_items(self, batch: StepBatch) -> StepItems | None:
         """Return the step's tokens that stand for images; None when there are none."""
-        if not plan.num_item_tokens:
+        if not batch.plan.num_item_tokens:
             return None
         indices: list[NDArray[np.int64]] = []
         parts: list[ItemPart] = []
-        for prompt, token, start, end in self._chunks(shape, plan):
+        for prompt, token, start, end in self._chunks(batch):
             for first, length, key in zip(prompt.starts, prompt.lens, prompt.keys, strict=True):
                 begin, stop = max(first, start), min(first + length, end)
                 if begin < stop:
                     indices.append(np.arange(token + begin - start, token + stop - start))
                     parts.append(ItemPart(key, begin - first, stop - first))
-        assert sum(map(len, indices)) == plan.num_item_tokens, "the scheduler and the stages count differently"
+        assert sum(map(len, indices)) == batch.plan.num_item_tokens, "the scheduler and the stages count differently"
         return StepItems(to_device(np.concatenate(indices), self._device), tuple(parts))
 
-    def _chunks(self, shape: StepShape, plan: StepPlan) -> list[tuple[_Prompt, int, int, int]]:
+    def _chunks(self, batch: StepBatch) -> list[tuple[_Prompt, int, int, int]]:
         """Return prompt, first token in the step, and first and last position, of chunks of prompts with images.
 
-        What a chunk recomputes behind the prompt, after a preemption, is left to whoever clips to the prompt.
+        What a chunk recomputes behind the prompt, after a preemption, the caller cuts off.
         """
-        if not self._prompts:
+        if batch.is_decode or not self._prompts:
             return []
-        chunks, token = [], shape.num_decode_rows * shape.decode_query_len
-        first = shape.num_decode_rows
+        first, plan = batch.num_decode_rows, batch.plan
+        chunks, token = [], first * batch.query_len
         rows, starts = plan.rows[first:].tolist(), plan.num_computed_tokens[first:].tolist()
-        for row, start, count in zip(rows, starts, shape.prefill_query_lens, strict=True):
+        for row, start, count in zip(rows, starts, batch.prefill_query_lens, strict=True):
             if row in self._prompts:
                 chunks.append((self._prompts[row], token, start, start + count))
             token += count

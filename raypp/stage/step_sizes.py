@@ -1,8 +1,8 @@
 """The sizes that steps are padded to. They follow from the plan alone, so every stage finds the same ones.
 
-    full       every row has 1 + K tokens: padded to a number of rows, one recording for the whole step
-    piecewise  any other step: padded to a number of tokens, pieces between attention calls
-    neither    larger steps, and those that nothing was recorded for: operation by operation
+    full graph  every row has 1 + K tokens: padded to a number of rows, one CUDA graph for the whole step
+    piecewise   any other step: padded to a number of tokens, graphs between attention calls
+    eager       larger steps, and those without a graph: operation by operation
 
 The number of rows of a step is never changed to make it fit.
 """
@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from raypp.errors import ResourceError
 from raypp.graphs.buckets import Buckets, few_row_buckets, row_buckets, token_buckets
-from raypp.graphs.cost import RecordingCost
-from raypp.messages import StepPlan
+from raypp.graphs.cost import GraphCost
+from raypp.messages import StepForm, StepPlan
 from raypp.stage.stage_spec import GraphSpec
 
 
@@ -79,21 +79,19 @@ class StepSizes:
 
 
 @dataclass(frozen=True)
-class StageRecordings:
-    """What a stage has recorded, and what it took."""
+class StageGraphs:
+    """The CUDA graphs that a stage has captured, and what that took."""
 
     sizes: StepSizes
-    costs: dict[str, RecordingCost]  # by mode
+    costs: dict[str, GraphCost]  # by mode
 
     def describe(self) -> dict[str, dict[str, float]]:
         """Return the costs as plain data, by mode."""
         return {mode: asdict(cost) for mode, cost in self.costs.items()}
 
 
-def check_required(
-    stage_index: int, wanted: StepSizes, recorded: StepSizes, costs: Mapping[str, RecordingCost]
-) -> None:
-    """Refuse a stage that has not a single recording of a mode that was asked for by name.
+def check_required(stage_index: int, wanted: StepSizes, recorded: StepSizes, costs: Mapping[str, GraphCost]) -> None:
+    """Refuse a stage that has not a single graph of a mode that was asked for by name.
 
     Raises:
         ResourceError: says what memory there was.
@@ -112,27 +110,42 @@ def check_required(
             )
 
 
+class StepSize(NamedTuple):
+    """How a step runs, and what it is padded to."""
+
+    form: StepForm
+    bucket: int | None  # rows of a full graph, tokens of a piecewise one
+    message: tuple[int, int, int, int]  # its rows, tokens, image tokens and drafting tokens in messages between stages
+
+
+def full_graph_size(size: FullSize) -> StepSize:
+    """Return the size of a decode step that is one graph: messages are padded, too."""
+    return StepSize(StepForm.FULL_GRAPH, size.num_rows, (size.num_rows, size.num_tokens, 0, size.num_tokens))
+
+
 class StepPadding:
     """Says what a step is padded to."""
 
     def __init__(self, sizes: StepSizes) -> None:
-        rows: dict[int, set[int]] = {}
-        for num_rows, num_drafts in sizes.full:
-            rows.setdefault(num_drafts, set()).add(num_rows)
-        self._rows = {num_drafts: Buckets(of_drafts) for num_drafts, of_drafts in rows.items()}
+        self._full: dict[int, list[StepSize]] = {}  # by K: what decode steps of 0, 1, 2, ... rows are padded to
+        for size in sorted(sizes.full):
+            of_rows = self._full.setdefault(size.num_drafts, [])
+            of_rows += [full_graph_size(size)] * (size.num_rows + 1 - len(of_rows))
         self._tokens = Buckets(set(sizes.piecewise)) if sizes.piecewise else None
 
-    def full_rows(self, plan: StepPlan) -> int | None:
-        """Return the rows of the recording that takes the whole step; None for a step that no recording can take.
+    def size_of(self, plan: StepPlan) -> StepSize:
+        """Return what the step is padded to.
 
-        Every row of such a step decodes with K drafts, so that all have the same number of tokens, and none starts.
+        One graph takes the whole step if every row decodes with K drafts, so that all have the same number of tokens,
+        and none starts. A graph has room for as many new blocks as it has rows: more is rare.
         """
-        if plan.num_decode_rows != len(plan.rows) or len(plan.start_rows):
-            return None
-        buckets = self._rows.get(plan.num_drafts)
-        # A recording has room for as many new blocks as it has rows: more is rare, since few tokens of a row need them.
-        return None if buckets is None else buckets.fit(max(len(plan.rows), len(plan.block_rows)))
-
-    def piecewise_tokens(self, num_tokens: int) -> int | None:
-        """Return the tokens of the pieces that take a step of any rows; None for one that is too large."""
-        return None if self._tokens is None else self._tokens.fit(num_tokens)
+        num_rows = len(plan.rows)
+        if plan.num_decode_rows == num_rows and not len(plan.start_rows):
+            of_rows, most = self._full.get(plan.num_drafts, ()), max(num_rows, len(plan.block_rows))
+            if most < len(of_rows):
+                return of_rows[most]
+        num_tokens = int(plan.num_scheduled_tokens.sum())
+        bucket = None if self._tokens is None else self._tokens.fit(num_tokens)
+        form = StepForm.EAGER if bucket is None else StepForm.PIECEWISE
+        num_drafting = int(plan.num_scheduled_tokens[plan.drafting].sum()) if len(plan.drafting) else num_tokens
+        return StepSize(form, bucket, (num_rows, num_tokens, plan.num_item_tokens, num_drafting))

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from raypp.graphs.cost import RecordingCost
+from raypp.graphs.cost import GraphCost
 from raypp.models.config import ModelConfig
 from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
@@ -36,7 +36,7 @@ class FakeModel:
 
     hidden_size = 1
     taps: Mapping[int, torch.Tensor] = MappingProxyType({})
-    costs: Mapping[str, RecordingCost] = MappingProxyType({})
+    costs: Mapping[str, GraphCost] = MappingProxyType({})
     draft_head = None
 
     def __init__(self, step_s: float, vocab_size: int) -> None:

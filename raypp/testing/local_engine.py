@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from raypp.driver.engine_loop import Engine
+from raypp.driver.engine_loop import Engine, Pipeline
 from raypp.driver.grammars import Grammars
 from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, ItemsStored, encoder_sums
-from raypp.driver.pipeline import Pipeline
 from raypp.encoder.build_encoder import build_manager
 from raypp.encoder.delivery import ItemReceiver, ItemSender, Parcel
 from raypp.encoder.worker import EncoderWorker
@@ -195,7 +194,7 @@ def build_local_stages(
         specs: Of all stages, in order.
         config: The model's.
         factory: Makes their models, if the checkpoint does not.
-        make_graphs: Makes what keeps a stage's recordings, if not the device decides.
+        make_graphs: Makes what keeps a stage's graphs, if not the device decides.
         deadline_s: See `open_local_links`.
         open_edge: See there.
         tracers: Of the stages; None: nothing is traced.
@@ -215,7 +214,7 @@ def build_local_stages(
         kv_caches = allocate_kv_caches(spec, config)
         graphs = None if make_graphs is None else make_graphs(spec)
         stages.append(LocalStage(Stage(spec, model, kv_caches, of_stage, schemas, tracer, graphs), kv_caches))
-    sizes = StepSizes.common([local.stage.recordings.sizes for local in stages])
+    sizes = StepSizes.common([local.stage.graphs.sizes for local in stages])
     for local in stages:
         local.stage.pad_to(sizes)
     return stages

@@ -132,7 +132,7 @@ class ThreadedLife:
                 tracers=tracers,
             )
         ]
-        self._pipeline.activity.note_recordings([stage.recordings.describe() for stage in stages])
+        self._pipeline.activity.note_graphs([stage.graphs.describe() for stage in stages])
 
         def loop(index: int) -> Callable[[], None]:
             address = driver.stage_addresses[index]

@@ -37,23 +37,14 @@ from raypp.ops.cuda.row_inputs_kernel import row_inputs as row_inputs_kernel
 from raypp.ops.cuda.token_quantization import TokenNorm, quantize_tokens
 from raypp.ops.kv_cache import FP8
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
-from raypp.ops.row_tokens import NO_TOKEN, NewTokens, RowTokens
+from raypp.ops.row_tokens import NO_TOKEN, RowTokens, StepTokens
 from raypp.ops.sample.adjust import adjusted
-from raypp.ops.sample.draw import mask_truncated, sample, sample_greedy
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
-from raypp.ops.sample.logprobs import top_logprobs
-from raypp.ops.sample.tables import (
-    ANY_TOKEN,
-    AdjustedLogits,
-    Asked,
-    DrawTables,
-    Needs,
-    PositionMasks,
-    RowTables,
-    Widths,
-)
+from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Adjustments, PositionMasks, RowTables, Widths
+from raypp.ops.sample.token_choice import mask_truncated, sample, sample_greedy, top_logprobs
 from raypp.ops.sample.token_history import TokenHistory
 from raypp.ops.weight import Weight, WeightKind, quantize_rows
+from raypp.row_params import Needs
 from raypp.specdec.table_bytes import row_tokens_width
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -686,13 +677,18 @@ def check_sampling(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
         truncation = (some(*counts, dtype=torch.int32), some(*shares), some(*least))
         # Also where likely tokens lie beside each other, and where all are equally likely.
         for values in (logits, logits.sort(descending=True).values, torch.zeros_like(logits)):
-            tables = DrawTables(temperature, *truncation, seeds)
+            tables = _draw_tables(temperature, truncation, seeds)
             drawn = chooser.draw(AdjustedLogits(values), rows, positions, tables)
             expected = sample(values, temperature, seeds, positions, truncation)
             differing = int((drawn[~greedy] != expected[~greedy]).sum())
             assert differing <= num_rows // 100, f"{differing} of {num_rows} draws differ"
             assert torch.equal(drawn[greedy], chooser.greedy(AdjustedLogits(values))[greedy])
     assert not kernels.workspace.counters.any()
+
+
+def _draw_tables(temperature: torch.Tensor, truncation: tuple[torch.Tensor, ...], seed: torch.Tensor) -> RowTables:
+    top_k, top_p, min_p = truncation
+    return RowTables(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
 
 
 def check_distribution(num_draws: int, vocab_size: int) -> None:
@@ -705,7 +701,7 @@ def check_distribution(num_draws: int, vocab_size: int) -> None:
         top_k, top_p, min_p = (torch.tensor([value], device=DEVICE) for value in kind)
         truncation = (top_k.to(torch.int32), top_p, min_p)
         temperature = torch.tensor([0.8], device=DEVICE)
-        tables = DrawTables(temperature, *truncation, torch.tensor([77], device=DEVICE))
+        tables = _draw_tables(temperature, truncation, torch.tensor([77], device=DEVICE))
         of_draws = AdjustedLogits(logits.expand(512, -1).contiguous())
         counts = torch.zeros(vocab_size, dtype=torch.int64, device=DEVICE)
         for part in positions.split(512):
@@ -768,10 +764,10 @@ def _some_tables(kernels: Kernels, num_rows: int, vocab_size: int, widths: Width
         bias_token_ids=biased,
         bias=bias,
         num_biased=num_biased,
-        repetition=torch.where(penalizes, some(1.0, 0.7, 1.3), 1.0),
-        frequency=torch.where(penalizes, some(0.0, -0.4, 0.3), 0.0),
-        presence=torch.where(penalizes, some(0.0, 0.9), 0.0),
-        min_lengths=ints(num_rows, low=0, high=80).to(torch.int64),
+        repetition_penalty=torch.where(penalizes, some(1.0, 0.7, 1.3), 1.0),
+        frequency_penalty=torch.where(penalizes, some(0.0, -0.4, 0.3), 0.0),
+        presence_penalty=torch.where(penalizes, some(0.0, 0.9), 0.0),
+        min_length=ints(num_rows, low=0, high=80),
         end_token_ids=ends,
         bad_words=words,
         num_bad_words=num_words,
@@ -795,7 +791,7 @@ def check_adjust(num_rows: int, num_drafts: int, vocab_size: int) -> None:
     for row, length in enumerate(lengths):
         known = np.array([rng.randrange(5) for _ in range(length)], np.int32)
         for of in (history, expected_history):
-            new = NewTokens(*(torch.tensor(values, device=DEVICE) for values in ([row], [0], [known.tolist()])))
+            new = StepTokens(*(torch.tensor(values, device=DEVICE) for values in ([row], [0], [known.tolist()])))
             of.tokens.write(new)
             of.start(row, known, rng.randint(1, length) if of is history else length, counts=True)
     for name in ("output_counts", "in_prompt"):
@@ -807,7 +803,7 @@ def check_adjust(num_rows: int, num_drafts: int, vocab_size: int) -> None:
         first = torch.tensor([lengths[row] for row in rows_of_step], device=DEVICE)
         drafts = torch.tensor([[rng.randrange(5) for _ in range(num_drafts)] for _ in rows_of_step], device=DEVICE)
         if num_drafts:
-            of_rows = NewTokens(rows, first, drafts)
+            of_rows = StepTokens(rows, first, drafts)
             remember(of_rows, tables.needs, history, kernels.device, counts=False)
             expected_history.remember(of_rows, counts=False)
         at_rows = rows.repeat_interleave(width)
@@ -817,7 +813,7 @@ def check_adjust(num_rows: int, num_drafts: int, vocab_size: int) -> None:
         mask_of = torch.tensor([rng.randrange(-1, 2) for _ in at_rows], dtype=torch.int32, device=DEVICE)
         bits = torch.randint(-(2**31), 2**31, (2, tables.allowed.shape[1]), dtype=torch.int32, device=DEVICE)
         for masks in (None, PositionMasks(mask_of, bits)):
-            asked = Asked(at_rows, positions, tables, history, Needs.ALL, widths, masks)
+            asked = Adjustments(at_rows, positions, tables, history, Needs.ALL, widths, masks)
             got, expected = adjuster.adjust(logits, asked), adjusted(logits, replace(asked, history=expected_history))
             assert torch.equal(logits, given)
             assert got.changed is not None
@@ -830,22 +826,22 @@ def check_adjust(num_rows: int, num_drafts: int, vocab_size: int) -> None:
         yielded = torch.tensor([[rng.randrange(5) for _ in range(width)] for _ in rows_of_step], device=DEVICE)
         kept = [rng.randint(0, width) for _ in rows_of_step]
         num_valid = torch.tensor(kept, dtype=torch.int32, device=DEVICE)
-        of_rows = NewTokens(rows, first, yielded, num_valid)
+        of_rows = StepTokens(rows, first, yielded, num_valid)
         remember(of_rows, tables.needs, history, kernels.device, counts=True)
         expected_history.remember(of_rows, counts=True)
         for row, count in zip(rows_of_step, kept, strict=True):
             lengths[row] += count
     tokens = KernelTokenChoice(num_rows * width, kernels.device, kernels.workspace)
     assert torch.equal(tokens.greedy(got), sample_greedy(expected))
-    draws = DrawTables(
+    draws = RowTables(
         temperature=torch.full((num_tables,), 0.7, device=DEVICE),
         top_k=torch.full((num_tables,), 9, dtype=torch.int32, device=DEVICE),
         top_p=torch.full((num_tables,), 0.9, device=DEVICE),
         min_p=torch.zeros(num_tables, device=DEVICE),
-        seeds=torch.arange(num_tables, device=DEVICE),
+        seed=torch.arange(num_tables, device=DEVICE),
     )
     truncation = (draws.top_k[at_rows], draws.top_p[at_rows], draws.min_p[at_rows])
-    drawn = sample(expected, draws.temperature[at_rows], draws.seeds[at_rows], positions, truncation)
+    drawn = sample(expected, draws.temperature[at_rows], draws.seed[at_rows], positions, truncation)
     assert (tokens.draw(got, at_rows, positions, draws) != drawn).sum() <= len(drawn) // 100
 
 
@@ -890,7 +886,7 @@ def check_rows_without_a_best(vocab_size: int) -> None:
     for top_k, top_p in ((0, 1.0), (5, 1.0), (0, 0.9)):
         ones = torch.ones(6, device=DEVICE)
         truncation = (torch.full((6,), top_k, dtype=torch.int32, device=DEVICE), ones * top_p, ones * 0)
-        drawn = chooser.draw(AdjustedLogits(logits), rows, rows, DrawTables(draws_of, *truncation, rows))
+        drawn = chooser.draw(AdjustedLogits(logits), rows, rows, _draw_tables(draws_of, truncation, rows))
         assert drawn[[0, 2, 3]].tolist() == [-1, -1, -1]
         assert 0 <= drawn[1] < vocab_size
         assert torch.equal(drawn[4:], sample(logits, draws_of, rows, rows, truncation)[4:])

@@ -138,7 +138,7 @@ def run_plans(
         pipeline.submit(step)
         results += [_what_counts(result, step.num_drafts) for result in pipeline.collect()]
     caches = [cache[:, 1:].clone() for local in stages for cache in local.kv_caches]
-    costs = [local.stage.recordings.describe() for local in stages]
+    costs = [local.stage.graphs.describe() for local in stages]
     return Ran(results, caches, sum(manager.num_compared for manager in managers), costs)
 
 

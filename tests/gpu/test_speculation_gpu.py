@@ -11,8 +11,8 @@ if not torch.cuda.is_available():
 from raypp.ops.cuda.ngram_kernel import NgramKernel
 from raypp.ops.cuda.verify_kernels import verify_and_append
 from raypp.ops.ngram import propose_ngrams
-from raypp.ops.row_tokens import NewTokens, RowTokens
-from raypp.specdec.verify import verify_drafts
+from raypp.ops.row_tokens import RowTokens, StepTokens
+from raypp.specdec.draft_tables import verify_drafts
 
 CUDA = torch.device("cuda")
 
@@ -81,7 +81,7 @@ def test_a_graph_follows_the_tables():
         before, drafts, proposed = lengths.clone(), draft_ids[rows], num_proposed[rows]
         room = limits[rows] - before.to(torch.int32)
         expected = verify_drafts(chosen, before, drafts, proposed, room)
-        reference.write(NewTokens(rows, before, chosen))
+        reference.write(StepTokens(rows, before, chosen))
         next_drafts = propose_ngrams(
             reference.table,
             rows,

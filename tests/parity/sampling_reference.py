@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from raypp.ops.sample.draw import gumbel_noise
+from raypp.ops.sample.token_choice import gumbel_noise
 from raypp.types import SamplingParams
 
 

@@ -180,7 +180,7 @@ def test_drafts_are_those_of_the_reference_and_text_is_that_without_a_head(targe
 
 def test_a_wrong_state_is_noticed(targets, tmp_path, monkeypatch) -> None:
     """The comparison above can fail: with two depths exchanged, drafts differ from the reference's."""
-    from raypp.stage.aux_states import AuxStates
+    from raypp.stage.step_layers import AuxStates
 
     gather = AuxStates.gather
     monkeypatch.setattr(AuxStates, "gather", lambda self, *args: gather(self, *args)[::-1])

@@ -25,7 +25,7 @@ from exactness import TIE_GAP
 from hf_models import FAMILIES, hf_logits, make_checkpoint
 
 from raypp.config.engine_config import EngineConfig
-from raypp.ops.sample.draw import gumbel_noise, mask_truncated
+from raypp.ops.sample.token_choice import gumbel_noise, mask_truncated
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.scheduler.request import Request

@@ -22,11 +22,12 @@ from structured_schemas import SCHEMAS
 from raypp.api.tokenizer import Tokenizer
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import RequestError
+from raypp.ops.row_tokens import StepTokens
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.scheduler.request import Request
 from raypp.specdec.eagle import EagleProposer
-from raypp.specdec.proposer import DraftingRows, Drafts, Followed, VerifiedStep
+from raypp.specdec.proposer import Drafts, Followed, StepHidden
 from raypp.testing import LocalEngine
 from raypp.types import FinishReason, SamplingParams
 
@@ -197,20 +198,20 @@ def test_a_late_mask_leaves_what_a_head_has_written(monkeypatch: pytest.MonkeyPa
     num_repeated = 0
     follow, propose = EagleProposer.follow, EagleProposer.propose
 
-    def followed(proposer: EagleProposer, step: VerifiedStep) -> Followed:
-        first = step.hidden.positions[step.token_indices[:: step.token_ids.shape[1]]]
-        kept = torch.ones_like(first) if step.num_valid is None else step.num_valid
+    def followed(proposer: EagleProposer, tokens: StepTokens, hidden: StepHidden) -> Followed:
+        first = hidden.positions[hidden.token_indices[:: tokens.token_ids.shape[1]]]
+        kept = torch.ones_like(first) if tokens.num_valid is None else tokens.num_valid
         newest[:] = (first + (kept - 1).clamp(min=0)).tolist()
-        return follow(proposer, step)
+        return follow(proposer, tokens, hidden)
 
-    def proposed(proposer: EagleProposer, drafting: DraftingRows, made: Followed) -> Drafts:
+    def proposed(proposer: EagleProposer, tokens: StepTokens, made: Followed, max_length: int) -> Drafts:
         nonlocal num_repeated
-        [row] = drafting.rows.tolist()
-        num_repeated += newest[0] > int(drafting.lengths[0]) - 2
+        [row] = tokens.rows.tolist()
+        num_repeated += newest[0] > int(tokens.lengths[0]) - 2
         size, blocks = proposer._kv_cache.shape[3], proposer._block_tables[row]
         slots = [(int(blocks[position // size]), position % size) for position in range(newest[0])]
         before = [proposer._kv_cache[:, block, :, place].clone() for block, place in slots]
-        drafts = propose(proposer, drafting, made)
+        drafts = propose(proposer, tokens, made, max_length)
         for (block, place), states in zip(slots, before, strict=True):
             assert torch.equal(proposer._kv_cache[:, block, :, place], states), (newest, place)
         return drafts

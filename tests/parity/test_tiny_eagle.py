@@ -16,7 +16,7 @@ from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.scheduler.request import Request
 from raypp.scheduler.scheduler_stats import SchedulerStats
-from raypp.stage.aux_states import AuxStates
+from raypp.stage.step_layers import AuxStates
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 

@@ -21,7 +21,6 @@ from raypp.messages import (
     NULL_BLOCK,
     BlockCopies,
     Bytes,
-    StartExtras,
     StepLogprobs,
     StepPlan,
     StepResult,
@@ -207,22 +206,15 @@ class ReplayStage:
             count = int(plan.start_num_tokens[i])
             row.known = plan.start_token_ids[offset : offset + count].tolist()
             offset += count
-            row.length, row.limit, row.seed = count, int(plan.start_limits[i]), int(plan.start_seed[i])
+            row.length, row.limit, row.seed = count, int(plan.start_limits[i]), int(plan.start_params["seed"][i])
             row.prompt_len = int(plan.start_prompt_lens[i])
-            row.num_logprobs = row.num_prompt_logprobs = -1
-            row.has_grammar = False
+            row.num_logprobs = int(plan.start_params["num_reported"][i]) - 1
+            row.num_prompt_logprobs = int(plan.start_params["num_prompt_reported"][i]) - 1
+            row.has_grammar = bool(plan.start_params["has_grammar"][i])
             row.token_ids, row.histories = [], []
             for token_id in row.known:
                 row.append(token_id)
         assert offset == len(plan.start_token_ids)
-        if len(plan.start_extras):
-            extras = unpack(StartExtras, plan.start_extras.data)
-            columns = (extras.rows.tolist(), extras.num_logprobs.tolist(), extras.num_prompt_logprobs.tolist())
-            for row_index in extras.rows[extras.has_grammar > 0].tolist():
-                self._rows[row_index].has_grammar = True
-            for row_index, num_logprobs, num_prompt_logprobs in zip(*columns, strict=True):
-                self._rows[row_index].num_logprobs = num_logprobs
-                self._rows[row_index].num_prompt_logprobs = num_prompt_logprobs
         for row_index, position, block in zip(plan.block_rows, plan.block_positions, plan.block_ids, strict=True):
             self._rows[row_index].table[int(position)] = int(block)
 

@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 
 from raypp.ops.cuda.kernel_launch import Device, start
-from raypp.ops.row_tokens import NO_TOKEN, NewTokens
+from raypp.ops.row_tokens import NO_TOKEN, StepTokens
 from raypp.ops.sample.adjust import BANNED
-from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Asked, Needs
+from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Adjustments
 from raypp.ops.sample.token_history import TokenHistory
+from raypp.row_params import Needs
 
 _TILE = 2048
 _MIN_PART = 8192
@@ -49,7 +50,7 @@ class LogitAdjuster:
         self._changed = torch.empty(max_positions, vocab_size, device=device.torch_device)
         self._is_changed = torch.zeros(max_positions, dtype=torch.int32, device=device.torch_device)
 
-    def adjust(self, logits: torch.Tensor, asked: Asked) -> AdjustedLogits:
+    def adjust(self, logits: torch.Tensor, asked: Adjustments) -> AdjustedLogits:
         """Do what each position's row and mask ask for. Shapes: logits [N, V] contiguous."""
         tables, history, masks = asked.tables, asked.history, asked.masks
         num_positions, vocab_size = logits.shape
@@ -69,14 +70,14 @@ class LogitAdjuster:
             tables.bias_token_ids,
             tables.bias,
             tables.num_biased,
-            tables.repetition,
-            tables.frequency,
-            tables.presence,
+            tables.repetition_penalty,
+            tables.frequency_penalty,
+            tables.presence_penalty,
             history.output_counts,
             history.in_prompt.view(torch.uint8),
             history.tokens.table,
             history.lengths,
-            tables.min_lengths,
+            tables.min_length,
             tables.end_token_ids,
             tables.bad_words,
             tables.num_bad_words,
@@ -103,7 +104,7 @@ class LogitAdjuster:
         return AdjustedLogits(logits, self._changed, self._is_changed)
 
 
-def remember(tokens: NewTokens, needs: torch.Tensor, history: TokenHistory, device: Device, *, counts: bool) -> None:
+def remember(tokens: StepTokens, needs: torch.Tensor, history: TokenHistory, device: Device, *, counts: bool) -> None:
     """Write tokens to the history of rows that need it; see `raypp.ops.sample.token_choice.TokenChoice.remember`."""
     rows, positions, num_valid, width = tokens.rows, tokens.positions, tokens.num_valid, tokens.token_ids.shape[1]
     if not len(rows):

@@ -1,4 +1,4 @@
-"""Chooses a token per row, greedily or by a draw. Twins: `raypp.ops.sample.draw`, `raypp.ops.sample.truncation`.
+"""Chooses a token per row, greedily or by a draw. Twins: `raypp.ops.sample.token_choice`, `.truncation`.
 
 Greedy tokens take one launch, in which the last program of a row compares what all have found. Draws take four:
 
@@ -39,7 +39,7 @@ from raypp.ops.cuda.thresholds import (
 )
 from raypp.ops.sample import truncation as twin
 from raypp.ops.sample.draw_sizes import MAX_NUM_BLOCKS, ROOM
-from raypp.ops.sample.tables import AdjustedLogits, DrawTables
+from raypp.ops.sample.tables import AdjustedLogits, RowTables
 
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -119,7 +119,7 @@ class TokenChooser:
         logits: AdjustedLogits,
         rows: torch.Tensor,
         positions: torch.Tensor,
-        tables: DrawTables,
+        tables: RowTables,
         *,
         truncates: bool = True,
     ) -> torch.Tensor:
@@ -136,7 +136,7 @@ class TokenChooser:
         if self._truncated is None:
             self._truncated = _Truncated(self._max_rows, vocab_size, logits.own.device)
         part, num_parts = self._parts(num_rows, vocab_size)
-        given = (*_tensors(logits), rows, tables.temperature, *tables.truncation)
+        given = (*_tensors(logits), rows, tables.temperature, tables.top_k, tables.top_p, tables.min_p)
         between = self._truncated.tensors()
         parts = self._results_of_parts(num_rows * num_parts)
         sizes = (vocab_size, part // _TILE)
@@ -154,9 +154,9 @@ class TokenChooser:
             **launch,
         )
         _gather[(num_rows, num_parts)](
-            *given, tables.seeds, positions, tokens, *between, *parts, *sizes, TILE=_TILE, ROOM=ROOM, **launch
+            *given, tables.seed, positions, tokens, *between, *parts, *sizes, TILE=_TILE, ROOM=ROOM, **launch
         )
-        by_row = (*given, tables.seeds, positions, tokens, *between, vocab_size)
+        by_row = (*given, tables.seed, positions, tokens, *between, vocab_size)
         rooms = {"ROOM": ROOM, "FEW": _FEW}
         _finish[(num_rows,)](*by_row, **rooms, **launch)
         _search[(num_rows,)](*by_row, **rooms, TILE=_SEARCHED_TILE, **(launch | {"num_warps": 32}))

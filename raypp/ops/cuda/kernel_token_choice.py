@@ -11,10 +11,10 @@ from raypp.ops.cuda.draw_kernels import TokenChooser
 from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
 from raypp.ops.cuda.thresholds import load_logits
 from raypp.ops.cuda.verify_kernels import hold
-from raypp.ops.row_tokens import NewTokens
+from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS, MAX_REPORTED
-from raypp.ops.sample.logprobs import TopLogprobs
-from raypp.ops.sample.tables import AdjustedLogits, Asked
+from raypp.ops.sample.tables import AdjustedLogits, Adjustments
+from raypp.ops.sample.token_choice import TopLogprobs
 from raypp.ops.sample.token_history import TokenHistory
 
 _PART = 8192
@@ -176,14 +176,14 @@ class KernelTokenChoice(TokenChooser):
         self._adjuster: LogitAdjuster | None = None
         self._reporter: Reporter | None = None
 
-    def adjust(self, logits: torch.Tensor, asked: Asked) -> AdjustedLogits:
+    def adjust(self, logits: torch.Tensor, asked: Adjustments) -> AdjustedLogits:
         """Do what rows and masks ask for. Shapes: logits [N, V] contiguous; N at most MAX_CHANGED_POSITIONS."""
         if self._adjuster is None:
             most = min(self._max_positions, MAX_CHANGED_POSITIONS)
             self._adjuster = LogitAdjuster(most, logits.shape[1], self._device)
         return self._adjuster.adjust(logits, asked)
 
-    def remember(self, tokens: NewTokens, needs: torch.Tensor, history: TokenHistory, *, counts: bool) -> None:
+    def remember(self, tokens: StepTokens, needs: torch.Tensor, history: TokenHistory, *, counts: bool) -> None:
         """Write tokens to the history of rows that need it."""
         remember(tokens, needs, history, self._device, counts=counts)
 

@@ -2,7 +2,7 @@
 
 verify   as many as its drafts equal the model's tokens; writes these to the rows' table.
          Twin: `raypp.specdec.draft_tables.DraftTables`
-hold     under a grammar, as many as there are masks for. Twin: `raypp.ops.sample.step_masks.hold`
+hold     under a grammar, as many as there are masks for. Twin: `raypp.ops.sample.tables.hold`
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.sample.step_masks import FREE, StepMasks, YieldedTokens
+from raypp.ops.row_tokens import StepTokens
+from raypp.ops.sample.tables import FREE, StepMasks
 
 _FREE = tl.constexpr(FREE)
 
@@ -58,34 +59,37 @@ def verify_and_append(
     return num_valid, num_drafted, num_matched, lengths
 
 
-def hold(tokens: YieldedTokens, masks: StepMasks, last: torch.Tensor) -> torch.Tensor:
-    """Let each row keep at most as many tokens as it has masks for; see `raypp.ops.sample.step_masks.hold`."""
-    rows, positions, token_ids, draft_ids = tokens.rows, tokens.positions, tokens.token_ids, tokens.draft_ids
+def hold(
+    tokens: StepTokens, masks: StepMasks, table: torch.Tensor, draft_table: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Let each row keep at most as many tokens as it has masks for; see `raypp.ops.sample.tables.hold`."""
+    rows, positions, token_ids, num_valid = tokens.rows, tokens.positions, tokens.token_ids, tokens.num_valid
+    assert num_valid is not None
     num_rows, width = token_ids.shape
     assert rows.is_contiguous()
     assert token_ids.is_contiguous()
     lengths = torch.empty_like(rows)
-    num_drafted, num_matched = tokens.compared or (tokens.num_valid, tokens.num_valid)
+    has_compared = tokens.num_drafted is not None
     if num_rows:
         _hold[(num_rows,)](
             token_ids,
-            tokens.num_valid,
-            num_drafted,
-            num_matched,
+            num_valid,
+            tokens.num_drafted if has_compared else num_valid,
+            tokens.num_matched if has_compared else num_valid,
             lengths,
             rows,
             positions,
             positions.stride(0),
-            token_ids if draft_ids is None else draft_ids,
+            token_ids if draft_table is None else draft_table,
             masks.num_masks,
             masks.positions,
             masks.draft_ids,
-            last,
-            HAS_COMPARED=bool(tokens.compared),
+            table,
+            HAS_COMPARED=has_compared,
             K=width - 1,
-            K_MAX=0 if draft_ids is None else draft_ids.shape[1],
+            K_MAX=0 if draft_table is None else draft_table.shape[1],
             MASK_K=masks.draft_ids.stride(0),
-            HISTORY_LEN=last.shape[1],
+            HISTORY_LEN=table.shape[1],
             BLOCK=triton.next_power_of_2(width),
             num_warps=1,
         )

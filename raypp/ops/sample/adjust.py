@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import torch
 
-from raypp.ops.sample.tables import ANY_TOKEN, Asked, Needs
+from raypp.ops.sample.tables import ANY_TOKEN, Adjustments
+from raypp.row_params import Needs
 
 BANNED = -1e30
 """The logit of a banned token. Finite, and still above a token that is not allowed at all: when bans leave nothing of
 what is allowed, the choice is made among that, not among everything."""
 
 
-def adjusted(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
+def adjusted(logits: torch.Tensor, asked: Adjustments) -> torch.Tensor:
     """Return the logits with everything done to them that needs and masks say, float32 [N, V].
 
     What the needs name is done to all rows: it is neutral, bit by bit, for those that do not ask for it.
@@ -29,7 +30,7 @@ def adjusted(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
     """
     rows, positions, tables, history = asked.rows, asked.positions, asked.tables, asked.history
     needs, widths, masks = asked.needs, asked.widths, asked.masks
-    if not needs.changes and masks is None:
+    if not needs & Needs.CHANGES and masks is None:
         return logits
     logits = logits.to(torch.float32, copy=True)
     if Needs.BIAS in needs:
@@ -38,11 +39,12 @@ def adjusted(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
         )
         add_bias(logits, token_ids.to(torch.int64), bias)
     if Needs.PENALTIES in needs:
-        weights = (table.index_select(0, rows) for table in (tables.repetition, tables.frequency, tables.presence))
+        penalties = (tables.repetition_penalty, tables.frequency_penalty, tables.presence_penalty)
+        weights = (table.index_select(0, rows) for table in penalties)
         penalize(logits, *history.counts(rows, positions), *weights)
     if Needs.MIN_TOKENS in needs:
         end_token_ids = tables.end_token_ids[:, : widths.end_tokens].index_select(0, rows).to(torch.int64)
-        is_early = positions < tables.min_lengths.index_select(0, rows)
+        is_early = positions < tables.min_length.index_select(0, rows)
         ban(logits, end_token_ids, is_early.unsqueeze(1).expand_as(end_token_ids))
     if Needs.BAD_WORDS in needs:
         words = tables.bad_words[:, : widths.bad_words].index_select(0, rows)

@@ -9,7 +9,7 @@ MAX_NUM_BLOCKS = 2048
 MAX_CHANGED_POSITIONS = 512
 """The most positions whose logits are changed at a time; a larger step's are changed and drawn in pieces."""
 MAX_REPORTED = 20
-"""The most likely tokens whose log-probabilities a recording reports; of more, torch reports."""
+"""The most likely tokens whose log-probabilities a full graph reports; of more, torch reports."""
 
 
 def draw_bytes(max_positions: int, vocab_size: int) -> int:

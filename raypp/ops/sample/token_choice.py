@@ -1,28 +1,161 @@
 """The choice of tokens as the last stage's sampler calls it: the protocol, and plain torch for any device.
 
 `raypp.ops.cuda.kernel_token_choice` does it by kernels.
+
+A draw is the argmax of `logits / temperature + Gumbel noise`, which has exactly the softmax distribution (the
+Gumbel-max trick, E. J. Gumbel 1954). The noise is a pure function of (seed, position, token id): not of the batch, not
+of the row, not of whether the token was drafted. So a request's text depends on its own seed alone. The bits are
+SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): each (seed, position) is a stream, the token id its index.
+
+R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from functools import cache
+from typing import NamedTuple, Protocol
 
 import torch
 
-from raypp.ops.row_tokens import NewTokens
+from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.adjust import adjusted
-from raypp.ops.sample.draw import sample, sample_greedy
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
-from raypp.ops.sample.logprobs import TopLogprobs, top_logprobs
-from raypp.ops.sample.step_masks import StepMasks, YieldedTokens, hold
-from raypp.ops.sample.tables import AdjustedLogits, Asked, DrawTables
+from raypp.ops.sample.tables import AdjustedLogits, Adjustments, RowTables, StepMasks, hold
 from raypp.ops.sample.token_history import TokenHistory
+from raypp.ops.sample.truncation import Truncation, may_draw
+
+
+class TopLogprobs(NamedTuple):
+    """Log-probabilities at N positions: column 0 is the chosen token, then the L most likely ones, best first."""
+
+    token_ids: torch.Tensor  # [N, 1 + L] int32
+    logprobs: torch.Tensor  # [N, 1 + L] float32
+    ranks: torch.Tensor  # [N] int32, of the chosen token; 1 is the most likely
+
+    def packed(self) -> torch.Tensor:
+        """Return all of it side by side, int32 [N, 2 * (1 + L) + 1]: one copy brings it to the host."""
+        return torch.cat((self.token_ids, self.logprobs.view(torch.int32), self.ranks.unsqueeze(1)), dim=1)
+
+
+def top_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> TopLogprobs:
+    """Return the log-softmax of the logits at the chosen tokens and at the most likely ones.
+
+    Shapes: logits [N, V], left as they are; chosen [N] int64; num_top: L <= V. Never synchronizes with the host.
+    """
+    logits = logits.to(torch.float32)
+    normalizer = logits.logsumexp(dim=1, keepdim=True)
+    chosen = chosen.unsqueeze(1)
+    chosen_logits = logits.gather(1, chosen)
+    ranks = (logits > chosen_logits).sum(dim=1, dtype=torch.int32) + 1
+    top = logits.topk(num_top, dim=1)
+    return TopLogprobs(
+        token_ids=torch.cat((chosen, top.indices), dim=1).to(torch.int32),
+        logprobs=torch.cat((chosen_logits, top.values), dim=1).sub_(normalizer),
+        ranks=ranks,
+    )
+
+
+_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+_MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+_LOW_32 = 0xFFFFFFFF
+_BELOW_ONE = 1.0 - 2.0**-24
+
+
+def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the logical shift of signed 64-bit integers, whose own `>>` copies the sign."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
+    bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
+    return bits ^ _shift_right(bits, 31)
+
+
+@cache
+def _stream_offsets(vocab_size: int, device: torch.device) -> torch.Tensor:
+    return (torch.arange(1, vocab_size + 1, dtype=torch.int64, device=device) * _GOLDEN).unsqueeze(0)
+
+
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return standard Gumbel noise, float32 [R, vocab_size].
+
+    Shapes: seeds [R] int64; positions [R] int64, the absolute position of the token that is being chosen.
+    """
+    keys = _mix(_mix(seeds + _GOLDEN) + (positions + 1) * _GOLDEN).unsqueeze(1)
+    bits = _mix(keys + _stream_offsets(vocab_size, seeds.device)) & _LOW_32
+    # The winner's uniform lies near 0, where float32 is finest: -log1p(-u) keeps its 32 bits.
+    uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=_BELOW_ONE)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def mask_truncated(logits: torch.Tensor, temperature: torch.Tensor, truncation: Truncation) -> torch.Tensor:
+    """Return tempered logits, with those of tokens that may not be drawn at -inf.
+
+    Shapes: logits [R, V]; temperature [R] float32. Rows of temperature 0 are not truncated.
+    """
+    is_greedy = temperature == 0
+    kept = may_draw(logits.to(torch.float32), torch.where(is_greedy, 1.0, temperature), truncation)
+    return temper(logits, temperature).masked_fill_(~(kept | is_greedy.unsqueeze(1)), -torch.inf)
+
+
+def sample_greedy(logits: torch.Tensor) -> torch.Tensor:
+    """Return each row's most likely token, int64 [R]; -1 where logits are not finite. Shapes: logits [R, V]."""
+    return logits.argmax(dim=-1).masked_fill_(not_finite(logits), -1)
+
+
+def not_finite(logits: torch.Tensor) -> torch.Tensor:
+    """Return which rows have a logit that is NaN or infinite, bool [R]; -inf is that of a banned token."""
+    return ~(logits.amax(dim=-1) < torch.inf)
+
+
+def temper(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Return float32 logits divided by their row's temperature, the highest 0; of rows of temperature 0 only shifted.
+
+    Shapes: logits [R, V]; temperature [R] float32.
+    """
+    logits = logits.to(torch.float32)
+    logits = logits - logits.amax(dim=-1, keepdim=True)  # so that a tiny temperature cannot overflow
+    return logits / torch.where(temperature == 0, 1.0, temperature).unsqueeze(1)
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    truncation: Truncation | None = None,
+) -> torch.Tensor:
+    """Draw each row's token from its tempered, truncated distribution; rows of temperature 0 take the most likely one.
+
+    Shapes: see `draw_scores`. Returns: int64 [R], -1 where logits are not finite. Never synchronizes with the host.
+    """
+    scores = draw_scores(logits, temperature, seeds, positions, truncation)
+    return scores.argmax(dim=-1).masked_fill_(not_finite(logits), -1)
+
+
+def draw_scores(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    truncation: Truncation | None = None,
+) -> torch.Tensor:
+    """Return the scores of a draw, float32 [R, V], whose largest wins: tempered, truncated logits with noise.
+
+    Shapes: logits [R, V]; temperature [R] float32; seeds, positions [R] int64; truncation, or None when no row
+    truncates. No noise where the temperature is 0.
+    """
+    logits = temper(logits, temperature) if truncation is None else mask_truncated(logits, temperature, truncation)
+    noise = gumbel_noise(seeds, positions, logits.shape[1]).masked_fill_((temperature == 0).unsqueeze(1), 0.0)
+    return logits + noise
 
 
 class TokenChoice(Protocol):
     """Chooses tokens from logits; never waits for the device. N positions, V vocabulary."""
 
-    def adjust(self, logits: torch.Tensor, asked: Asked) -> AdjustedLogits:
+    def adjust(self, logits: torch.Tensor, asked: Adjustments) -> AdjustedLogits:
         """Do to the logits what rows and masks ask for; see `raypp.ops.sample.adjust.adjusted`. The model's own stay.
 
         What it returns is valid until the next call.
@@ -30,7 +163,7 @@ class TokenChoice(Protocol):
         Shapes: logits [N, V]; N at most `draw_sizes.MAX_CHANGED_POSITIONS`.
         """
 
-    def remember(self, tokens: NewTokens, needs: torch.Tensor, history: TokenHistory, *, counts: bool) -> None:
+    def remember(self, tokens: StepTokens, needs: torch.Tensor, history: TokenHistory, *, counts: bool) -> None:
         """Write tokens to the history of at least those rows whose needs ask for it.
 
         Args:
@@ -40,10 +173,12 @@ class TokenChoice(Protocol):
             counts: Whether they are counted, or only among the last tokens.
         """
 
-    def hold(self, tokens: YieldedTokens, masks: StepMasks, last: torch.Tensor) -> torch.Tensor:
+    def hold(
+        self, tokens: StepTokens, masks: StepMasks, table: torch.Tensor, draft_table: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Let each row under a grammar keep at most as many tokens as it has masks for; return the rows' lengths.
 
-        See `raypp.ops.sample.step_masks.hold`.
+        See `raypp.ops.sample.tables.hold`.
         """
 
     def report(
@@ -65,11 +200,11 @@ class TokenChoice(Protocol):
         logits: AdjustedLogits,
         rows: torch.Tensor,
         positions: torch.Tensor,
-        tables: DrawTables,
+        tables: RowTables,
         *,
         truncates: bool = True,
     ) -> torch.Tensor:
-        """Return a draw per position, int64 [N]; see `raypp.ops.sample.draw.sample`, whose draws these are.
+        """Return a draw per position, int64 [N]; see `raypp.ops.sample.token_choice.sample`, whose draws these are.
 
         Shapes: logits [N, V]; rows, positions [N] int64. `truncates` says whether any row does: kernels find that out
         row by row, torch does it for all.
@@ -79,11 +214,11 @@ class TokenChoice(Protocol):
 class TorchTokenChoice:
     """See `TokenChoice`."""
 
-    def adjust(self, logits: torch.Tensor, asked: Asked) -> AdjustedLogits:
+    def adjust(self, logits: torch.Tensor, asked: Adjustments) -> AdjustedLogits:
         """Do what needs and masks say to all rows."""
         return AdjustedLogits(adjusted(logits, asked))
 
-    def remember(self, tokens: NewTokens, needs: torch.Tensor, history: TokenHistory, *, counts: bool) -> None:
+    def remember(self, tokens: StepTokens, needs: torch.Tensor, history: TokenHistory, *, counts: bool) -> None:
         """Write tokens to the history of all rows."""
         history.remember(tokens, counts=counts)
 
@@ -104,11 +239,14 @@ class TorchTokenChoice:
         logits: AdjustedLogits,
         rows: torch.Tensor,
         positions: torch.Tensor,
-        tables: DrawTables,
+        tables: RowTables,
         *,
         truncates: bool = True,
     ) -> torch.Tensor:
         """Return a draw per position."""
-        temperature, seeds = (table.index_select(0, rows) for table in (tables.temperature, tables.seeds))
-        top_k, top_p, min_p = (table.index_select(0, rows) for table in tables.truncation)
-        return sample(logits.own, temperature, seeds, positions, (top_k, top_p, min_p) if truncates else None)
+        temperature, seeds = tables.temperature.index_select(0, rows), tables.seed.index_select(0, rows)
+        truncation = None
+        if truncates:
+            top_k, top_p, min_p = (table.index_select(0, rows) for table in (tables.top_k, tables.top_p, tables.min_p))
+            truncation = top_k, top_p, min_p
+        return sample(logits.own, temperature, seeds, positions, truncation)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.ops.host_to_device import to_device
-from raypp.ops.row_tokens import NewTokens, RowTokens
+from raypp.ops.row_tokens import RowTokens, StepTokens
 
 
 class TokenHistory:
@@ -69,7 +69,7 @@ class TokenHistory:
             in_prompt[row] = False
             in_prompt[row].index_fill_(0, known[:prompt_len], True)
 
-    def remember(self, new: NewTokens, *, counts: bool) -> None:
+    def remember(self, new: StepTokens, *, counts: bool) -> None:
         """Write tokens; see `raypp.ops.sample.token_choice.TokenChoice.remember`."""
         self.tokens.write(new)
         if not counts:

@@ -20,9 +20,7 @@ from raypp.messages import StepForm
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.scheduler.step_cost import RooflineCost, StageTimes, amounts, step_ms
-from raypp.scheduler.step_predictor import StepPredictor
-from raypp.scheduler.step_work import StepWork
+from raypp.scheduler.step_predictor import RooflineCost, StageTimes, StepPredictor, StepWork, amounts, step_ms
 from raypp.testing import launch_in_threads
 
 
@@ -84,7 +82,7 @@ def test_a_share_of_the_kv_holds_one_request_at_least():
     assert mixed_traffic.kv_blocks(args) == 1 + 25
 
 
-def _forward(stage_index, step_id, start_us, end_us, decode_rows=0, prompt_tokens=0, form=StepForm.CALLED):
+def _forward(stage_index, step_id, start_us, end_us, decode_rows=0, prompt_tokens=0, form=StepForm.EAGER):
     work = StepWork(decode_rows, decode_rows, 10 * decode_rows, prompt_tokens, prompt_tokens, 0, 1)
     return Forward(stage_index, step_id, start_us, end_us, 0, 1, work.num_tokens, form, work)
 
@@ -95,10 +93,10 @@ def test_every_second_is_somewhere():
     forwards = [
         _forward(0, 0, 0, 100, prompt_tokens=9),
         _forward(0, 1, 100, 200, decode_rows=2, prompt_tokens=9),
-        _forward(0, 2, 500, 600, decode_rows=3, form=StepForm.RECORDED),
+        _forward(0, 2, 500, 600, decode_rows=3, form=StepForm.FULL_GRAPH),
         _forward(1, 0, 100, 300, prompt_tokens=9),
         _forward(1, 1, 300, 400, decode_rows=2, prompt_tokens=9),
-        _forward(1, 2, 650, 700, decode_rows=3, form=StepForm.RECORDED),
+        _forward(1, 2, 650, 700, decode_rows=3, form=StepForm.FULL_GRAPH),
     ]
     figures = breakdown(forwards, limits)
     first, last = figures["stages"]

@@ -13,7 +13,7 @@ from raypp.errors import NonFiniteLogitsError
 from raypp.openai_api.error_bodies import describe_error
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.stage.sampler import Sampler
+from raypp.stage.step_end import Sampler
 from raypp.testing import LocalEngine, build_local_pipeline
 from raypp.types import SamplingParams
 
@@ -61,7 +61,7 @@ def test_one_request_fails_and_the_others_do_not_notice(monkeypatch, make_graphs
     choose, fails_from = Sampler.choose, len(PROMPTS[failing]) + 5
 
     def spoiled(self, logits, rows, positions, *args):
-        is_bad = (self.rows.draws.seeds[rows] == failing) & (positions >= fails_from)  # a row may change hands
+        is_bad = (self.rows.tables.seed[rows] == failing) & (positions >= fails_from)  # a row may change hands
         logits = logits.clone()
         logits[:, 40] = torch.where(is_bad, bad, logits[:, 40])
         return choose(self, logits, rows, positions, *args)

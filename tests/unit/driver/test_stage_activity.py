@@ -6,20 +6,15 @@ import time
 
 import numpy as np
 
+from raypp import row_params
 from raypp.driver.stage_activity import StageActivity
 from raypp.messages import NO_STEP, StageReport, StepPlan, Unrecorded, pack, unpack
-from raypp.scheduler.step_cost import RooflineCost, StageTimes
-from raypp.scheduler.step_predictor import StepPredictor
-from raypp.scheduler.step_work import StepWork
+from raypp.scheduler.step_predictor import RooflineCost, StageTimes, StepPredictor, StepWork
 from raypp.tracing import FORWARD, ForwardCounter, Tracer, now_ns
 
 
 def _plan(step_id: int, cohort: int = 0, tokens: tuple[int, ...] = (1, 1)) -> StepPlan:
-    empty32, empty64 = np.empty(0, np.int32), np.empty(0, np.int64)
-    values = {
-        name: np.empty(0, np.float32) if "temperature" in name or "_p" in name else empty32
-        for name in StepPlan.__dataclass_fields__
-    }
+    values = dict.fromkeys(StepPlan.__dataclass_fields__, np.empty(0, np.int32))
     values |= {
         "step_id": step_id,
         "cohort": cohort,
@@ -30,7 +25,7 @@ def _plan(step_id: int, cohort: int = 0, tokens: tuple[int, ...] = (1, 1)) -> St
         "num_scheduled_tokens": np.array(tokens, np.int32),
         "num_computed_tokens": np.full(len(tokens), 7, np.int32),
         "samples": np.ones(len(tokens), np.bool_),
-        "start_seed": empty64,
+        "start_params": np.empty(0, row_params.DTYPE),
     }
     return StepPlan(**values)
 
@@ -83,7 +78,7 @@ def test_spans_are_those_after_a_time_and_know_their_step() -> None:
         [1, 0, 140, 150, 0, 2, 2, 0, [2, 2, 16, 0, 0, 0, 2], 0],
     ]
     assert [span[:4] for span in activity.spans_after(150)] == [[0, 1, 190, 200]]
-    activity.note_recordings([{"full": {"num_graphs": 3}}, {}])
+    activity.note_graphs([{"full": {"num_graphs": 3}}, {}])
     counts, graphs = {"rows": 0, "tokens": 1, "choice": 2}, {"full": {"num_graphs": 3}}
     assert activity.sums() == [
         {"num_steps": 2, "busy_s": 2e-5, "copy_wait_s": 2e-6, "num_unrecorded": counts, "graphs": graphs},

@@ -141,7 +141,7 @@ class OpTapes:
 
 
 def tape_graphs(spec: StageSpec) -> CudaGraphManager:
-    """Return what keeps a stage's recordings on tapes; see `raypp.testing.LocalEngine`."""
+    """Return what keeps a stage's graphs on tapes; see `raypp.testing.LocalEngine`."""
     return CudaGraphManager(OpTapes(), debug_every=spec.graphs.debug_every)
 
 

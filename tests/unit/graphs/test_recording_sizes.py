@@ -13,9 +13,8 @@ import torch
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ResourceError
 from raypp.graphs.buckets import few_row_buckets, row_buckets, token_buckets
-from raypp.graphs.graph_manager import CudaGraphManager
+from raypp.graphs.graph_manager import CudaGraphManager, bytes_each, index_at, next_position
 from raypp.graphs.pieces import MemoryUse, Replay
-from raypp.graphs.thinning import bytes_each, index_at, next_position
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.stage.stage_spec import StageSpec

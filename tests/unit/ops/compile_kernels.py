@@ -39,19 +39,18 @@ from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.product_tuning import input_type_in_8_bits, own_product
 from raypp.ops.cuda.quantized_projection import Fp8Projection, Int4Projection
 from raypp.ops.cuda.token_quantization import TokenNorm
-from raypp.ops.row_tokens import NewTokens, RowTokens
-from raypp.ops.sample.step_masks import StepMasks, YieldedTokens
+from raypp.ops.row_tokens import RowTokens, StepTokens
 from raypp.ops.sample.tables import (
     AdjustedLogits,
-    Asked,
-    DrawTables,
-    Needs,
+    Adjustments,
     PositionMasks,
     RowTables,
+    StepMasks,
     Widths,
 )
 from raypp.ops.sample.token_history import TokenHistory
 from raypp.ops.weight import Weight
+from raypp.row_params import Needs
 
 CPU = torch.device("cpu")
 CAPABILITY = int(os.environ.get("CAPABILITY", "90"))
@@ -268,16 +267,20 @@ def call_all(workspace: Workspace) -> None:
     for rows in (1, 2):
         x, y = torch.empty(rows, 4096, dtype=BF16), logits[:rows]
         projection.project(x, head, None, own_product(rows, head, DEVICE).tuning, DEVICE, workspace, out=y)
-    draws = DrawTables(torch.ones(32), lengths, torch.ones(32), torch.zeros(32), integers)
     row_tables = RowTables(
+        temperature=torch.ones(32),
+        top_k=lengths,
+        top_p=torch.ones(32),
+        min_p=torch.zeros(32),
+        seed=integers,
         needs=lengths,
         bias_token_ids=torch.zeros(32, 1024, dtype=torch.int32),
         bias=torch.zeros(32, 1024),
         num_biased=lengths,
-        repetition=torch.ones(32),
-        frequency=torch.zeros(32),
-        presence=torch.zeros(32),
-        min_lengths=integers,
+        repetition_penalty=torch.ones(32),
+        frequency_penalty=torch.zeros(32),
+        presence_penalty=torch.zeros(32),
+        min_length=lengths,
         end_token_ids=torch.zeros(32, 64, dtype=torch.int32),
         bad_words=torch.zeros(32, 256, 64, dtype=torch.int32),
         num_bad_words=lengths,
@@ -288,21 +291,20 @@ def call_all(workspace: Workspace) -> None:
     history, masks = TokenHistory(row_tokens, 5000, 4, torch.device("cpu")), PositionMasks(lengths, row_tables.allowed)
     history.reserve()
     for of_grammars in (None, masks):
-        asked = Asked(integers, integers, row_tables, history, Needs.ALL, Widths(1024, 64, 256), of_grammars)
+        asked = Adjustments(integers, integers, row_tables, history, Needs.ALL, Widths(1024, 64, 256), of_grammars)
         adjusted = chooser.adjust(logits, asked)
     for given in (AdjustedLogits(logits), adjusted):
         chooser.greedy(given)
-        chooser.draw(given, integers, integers, draws)
+        chooser.draw(given, integers, integers, row_tables)
     chooser.report(logits, integers, integers, row_tables.num_reported)
-    generated = NewTokens(integers, integers, torch.zeros(32, 5), lengths)
+    generated = StepTokens(integers, integers, torch.zeros(32, 5), lengths)
     chooser.remember(generated, lengths, history, counts=True)
     for width in (1, 5):
         token_ids, compared = torch.zeros(32, width, dtype=torch.int32), (lengths, lengths) if width > 1 else ()
         drafts = torch.zeros(32, 4, dtype=torch.int32)
         step_masks = StepMasks(lengths, lengths, drafts[:, : width - 1], masks)
-        chooser.hold(
-            YieldedTokens(integers, integers, token_ids, lengths, compared, drafts), step_masks, row_tokens.table
-        )
+        yielded = StepTokens(integers, integers, token_ids, lengths, None, *compared)
+        chooser.hold(yielded, step_masks, row_tokens.table, drafts)
 
 
 def call_quantized(workspace: Workspace) -> None:

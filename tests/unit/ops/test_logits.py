@@ -15,8 +15,8 @@ from transformers import (
 
 from raypp.ops.row_tokens import NO_TOKEN
 from raypp.ops.sample.adjust import BANNED, add_bias, allow_only, ban, completes_bad_word, penalize
-from raypp.ops.sample.logprobs import top_logprobs
 from raypp.ops.sample.tables import ANY_TOKEN
+from raypp.ops.sample.token_choice import top_logprobs
 
 VOCAB_SIZE = 70
 

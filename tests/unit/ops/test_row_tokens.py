@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from raypp.ops.row_tokens import NO_TOKEN, NewTokens, RowTokens
+from raypp.ops.row_tokens import NO_TOKEN, RowTokens, StepTokens
 from raypp.request_limits import MAX_BAD_WORD_TOKENS
 from raypp.specdec.table_bytes import row_tokens_width, token_table_bytes
 
@@ -38,7 +38,7 @@ def test_it_follows_rows_through_starts_and_steps(window, max_drafts):
         first = [len(texts[row]) for row in rows]
         for num_ahead in (max_drafts, 1 + max_drafts):  # drafts, and then the model's own tokens
             token_ids = torch.tensor([[rng.randrange(1, 90) for _ in range(num_ahead)] for _ in rows])
-            table.write(NewTokens(torch.tensor(rows), torch.tensor(first), token_ids.view(len(rows), num_ahead)))
+            table.write(StepTokens(torch.tensor(rows), torch.tensor(first), token_ids.view(len(rows), num_ahead)))
             for row, text in texts.items():  # what is in front of a row's tokens hides none of them
                 at = torch.tensor([len(text)])
                 expected = ([NO_TOKEN] * kept + text)[-kept:]

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from raypp.ops.sample.draw import gumbel_noise, mask_truncated, sample, sample_greedy
+from raypp.ops.sample.token_choice import gumbel_noise, mask_truncated, sample, sample_greedy
 
 NUM_DRAWS = 20_000
 ONE = torch.ones(1)

@@ -11,10 +11,9 @@ from ngram_oracle import ngram_oracle, ring_table
 from raypp.ops.cuda import verify_kernels
 from raypp.ops.cuda.ngram_kernel import NgramKernel
 from raypp.ops.cuda.verify_kernels import verify_and_append
-from raypp.ops.row_tokens import NewTokens, RowTokens
-from raypp.ops.sample.step_masks import FREE, StepMasks, YieldedTokens, hold
-from raypp.ops.sample.tables import PositionMasks
-from raypp.specdec.verify import verify_drafts
+from raypp.ops.row_tokens import RowTokens, StepTokens
+from raypp.ops.sample.tables import FREE, PositionMasks, StepMasks, hold
+from raypp.specdec.draft_tables import verify_drafts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -64,7 +63,7 @@ def test_verification_is_that_of_its_twin(num_drafts):
         got = verify_and_append(chosen, rows, first, draft_ids, num_proposed, limits, tables[0].table)
         room = limits[rows] - first.to(torch.int32)
         expected = verify_drafts(chosen, first, draft_ids[rows], num_proposed[rows], room)
-        tables[1].write(NewTokens(rows, first, chosen))
+        tables[1].write(StepTokens(rows, first, chosen))
         wanted = (expected.num_valid, expected.num_drafted, expected.num_matched, expected.lengths)
         for values, right in zip(got, wanted, strict=True):
             assert values.dtype == right.dtype
@@ -94,8 +93,8 @@ def test_rows_are_held_to_their_masks_as_by_the_twin(num_drafts):
             masks = StepMasks(num_masks, positions, mask_drafts, nothing)
             drafts = draft_ids if num_drafts else None
             compared = tuple(counts.clone()) if num_drafts else ()
-            tokens = YieldedTokens(rows, first, token_ids.clone(), num_valid.clone(), compared, drafts)
-            lengths = program(tokens, masks, last)
+            tokens = StepTokens(rows, first, token_ids.clone(), num_valid.clone(), None, *compared)
+            lengths = program(tokens, masks, last, drafts)
             assert lengths.dtype == torch.int64
             outcomes.append([lengths, tokens.token_ids, tokens.num_valid, *compared])
         for of_twin, of_kernel in zip(*outcomes, strict=True):

@@ -1,9 +1,7 @@
 import pytest
 
 from raypp.messages import NULL_BLOCK
-from raypp.scheduler.block_pool import BlockPool
-from raypp.scheduler.cpu_blocks import CpuBlocks
-from raypp.scheduler.prefix_cache import PrefixCache
+from raypp.scheduler.kv_blocks import BlockPool, CpuBlocks, PrefixCache
 
 
 def _pool(num_blocks: int = 6) -> tuple[BlockPool, PrefixCache]:

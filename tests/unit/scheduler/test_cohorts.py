@@ -1,8 +1,8 @@
 import pytest
 from drive import make_request
 
-from raypp.scheduler.cohorts import Cohorts
 from raypp.scheduler.request_state import RequestState
+from raypp.scheduler.running import Cohorts
 
 
 def _states(count: int) -> list[RequestState]:

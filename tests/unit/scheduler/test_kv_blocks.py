@@ -114,7 +114,7 @@ def _spilled(limits) -> tuple[KvBlocks, RequestState]:
     kv.release(first)
     pushing = _salted(limits.num_usable_blocks * limits.block_size)
     assert kv.try_admit(pushing, [], 0)
-    kv.take_copies()
+    kv.in_cpu_memory.take_copies()
     kv.release(pushing)
     assert kv.in_cpu_memory.num_copied_out == 5
     state = _state(21)
@@ -129,7 +129,7 @@ def _salted(num_tokens: int) -> RequestState:
 def test_what_cpu_memory_has_comes_with_the_admission_of_who_is_alone():
     kv, state = _spilled(make_limits(enable_prefix_caching=True, num_blocks=9, num_cpu_blocks=20))
     assert kv.try_admit(state, kv.find_prefix(state), 0)
-    copies = unpack(BlockCopies, kv.take_copies().data)
+    copies = unpack(BlockCopies, kv.in_cpu_memory.take_copies().data)
     assert copies.in_block_ids.tolist() == state.blocks[:5]
     assert state.num_offered_blocks == 5
     assert kv.in_cpu_memory.num_copied_in == 5
@@ -142,16 +142,16 @@ def test_beside_others_a_plan_brings_back_so_many_blocks_and_the_request_waits_f
         assert kv.may_admit(state, 1)
         assert not kv.try_admit(state, kv.find_prefix(state), 1)
         assert not kv.try_admit(state, kv.find_prefix(state), 1), "the plan may carry no more"
-        brought += unpack(BlockCopies, kv.take_copies().data).in_block_ids.tolist()
+        brought += unpack(BlockCopies, kv.in_cpu_memory.take_copies().data).in_block_ids.tolist()
         assert kv.find_prefix(state) == brought + [NULL_BLOCK] * (5 - num_there)
         assert kv.num_free == 8
     assert kv.try_admit(state, kv.find_prefix(state), 1)
     assert state.blocks[:4] == brought
-    assert unpack(BlockCopies, kv.take_copies().data).in_block_ids.tolist() == state.blocks[4:5]
+    assert unpack(BlockCopies, kv.in_cpu_memory.take_copies().data).in_block_ids.tolist() == state.blocks[4:5]
 
 
 def test_nothing_is_brought_back_for_who_has_no_room():
     kv, state = _spilled(make_limits(enable_prefix_caching=True, num_blocks=9, num_cpu_blocks=20, max_copied_blocks=2))
     assert not kv.try_admit(state, kv.find_prefix(state), 3)
-    assert not len(kv.take_copies())
+    assert not len(kv.in_cpu_memory.take_copies())
     assert not kv.may_admit(state, 3)

@@ -19,10 +19,10 @@ def test_a_plan_says_everything_about_a_row_once():
     assert first.start_prompt_lens.tolist() == first.start_num_tokens.tolist() == [6, 2]
     assert first.start_limits.tolist() == [11, 102]
     assert first.start_token_ids.tolist() == [0, 1, 2, 3, 4, 5, 9, 8]
-    assert np.allclose(first.start_temperature, [0.5, 0.0])
-    assert np.allclose(first.start_top_p, [0.9, 1.0])
-    assert first.start_top_k.tolist() == [3, 2**31 - 1]
-    assert np.allclose(first.start_min_p, [0.1, 0.0])
+    assert np.allclose(first.start_params["temperature"], [0.5, 0.0])
+    assert np.allclose(first.start_params["top_p"], [0.9, 1.0])
+    assert first.start_params["top_k"].tolist() == [3, 2**31 - 1]
+    assert np.allclose(first.start_params["min_p"], [0.1, 0.0])
     assert first.block_rows.tolist() == [0, 0, 1]
     assert first.block_positions.tolist() == [0, 1, 0]
 
@@ -30,7 +30,7 @@ def test_a_plan_says_everything_about_a_row_once():
     assert second.num_decode_rows == 2
     assert second.num_computed_tokens.tolist() == [6, 2]
     assert second.requires_feedback_of == 0
-    for name in ("start_rows", "start_token_ids", "start_seed", "block_rows", "block_ids"):
+    for name in ("start_rows", "start_token_ids", "start_params", "block_rows", "block_ids"):
         assert len(getattr(second, name)) == 0
 
 

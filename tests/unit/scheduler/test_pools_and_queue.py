@@ -4,10 +4,8 @@ import pytest
 from drive import make_request
 
 from raypp.messages import NO_STEP
-from raypp.scheduler.cohorts import Cohort
-from raypp.scheduler.in_flight import InFlightStep, InFlightSteps
 from raypp.scheduler.request_state import RequestState
-from raypp.scheduler.running import RowPool
+from raypp.scheduler.running import Cohort, InFlightStep, InFlightSteps, RowPool
 from raypp.scheduler.waiting_queue import WaitingQueue
 
 

@@ -2,12 +2,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from raypp.scheduler import prefix_cache
-from raypp.scheduler.prefix_cache import PrefixCache
+from raypp.scheduler import kv_blocks
+from raypp.scheduler.kv_blocks import PrefixCache
 
 
 def chain_hashes(parent: bytes, tokens: Iterable[int], block_size: int, contents: Sequence[bytes] = ()) -> list[bytes]:
-    return prefix_cache.chain_hashes(parent, np.array(list(tokens), np.int32), block_size, contents)
+    return kv_blocks.chain_hashes(parent, np.array(list(tokens), np.int32), block_size, contents)
 
 
 def test_a_key_stands_for_all_tokens_from_the_beginning():

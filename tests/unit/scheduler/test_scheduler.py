@@ -9,7 +9,7 @@ import pytest
 from drive import Pipeline, make_limits, make_request, make_result
 
 from raypp.errors import RequestError
-from raypp.messages import NO_STEP, StartExtras, StepResult, unpack
+from raypp.messages import NO_STEP, StepResult
 from raypp.scheduler.drafts import FixedDrafts
 from raypp.scheduler.scheduler import Scheduler
 from raypp.types import FinishReason
@@ -33,7 +33,7 @@ def test_a_begun_request_is_taken_as_one_that_was_preempted():
     assert first.start_num_tokens.tolist() == [5]
     assert first.start_prompt_lens.tolist() == [3]
     assert first.start_limits.tolist() == [9]
-    assert unpack(StartExtras, first.start_extras.data).min_lengths.tolist() == [7]
+    assert first.start_params["min_length"].tolist() == [7]
     updates = pipeline.answer(token_id=9)
     assert [update.new_token_ids for update in updates] == [[9]]
     request = updates[0].request

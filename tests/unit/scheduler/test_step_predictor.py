@@ -5,9 +5,15 @@ import statistics
 
 import pytest
 
-from raypp.scheduler.step_cost import RooflineCost, StageTimes, amounts, step_ms
-from raypp.scheduler.step_predictor import StepPredictor
-from raypp.scheduler.step_work import StepWork, prompt_pairs
+from raypp.scheduler.step_predictor import (
+    RooflineCost,
+    StageTimes,
+    StepPredictor,
+    StepWork,
+    amounts,
+    prompt_pairs,
+    step_ms,
+)
 
 ROOFLINE = RooflineCost(100.0)
 ESTIMATE = StageTimes(step=0.3, prompts=0.3, weights=2.0, token=0.001, logit=0.005, kv=2e-5, pair=5e-7)

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from raypp.ops.sample.draw import mask_truncated, sample
+from raypp.ops.sample.token_choice import mask_truncated, sample
+from raypp.specdec.draft_tables import verify_drafts
 from raypp.specdec.forced_acceptance import ForcedAcceptance
-from raypp.specdec.verify import verify_drafts
 
 
 def oracle(chosen: list[int], drafts: list[int], num_proposed: int, room: int) -> tuple[int, int, int]:

@@ -8,16 +8,15 @@ import numpy as np
 import torch
 
 from raypp.messages import StepPlan, pack, unpack
-from raypp.ops.row_tokens import NewTokens, RowTokens
-from raypp.ops.sample.tables import Needs
-from raypp.scheduler.cohorts import Cohort
+from raypp.ops.row_tokens import RowTokens, StepTokens
+from raypp.row_params import Needs
 from raypp.scheduler.ending import end_token_ids
-from raypp.scheduler.in_flight import Chunk, InFlightStep
 from raypp.scheduler.plan_builder import build_plan
 from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
-from raypp.stage.sampler import Sampler
+from raypp.scheduler.running import Chunk, Cohort, InFlightStep
 from raypp.stage.stage_spec import StageSpec
+from raypp.stage.step_end import Sampler
 from raypp.starting_rows import StartingRows
 
 VOCAB_SIZE = 70
@@ -68,7 +67,7 @@ def sampler_of(spec: StageSpec, device: torch.device) -> Sampler:
 def start(sampler: Sampler, requests: Sequence[Request], rows: Sequence[int]) -> None:
     plan = start_plan(requests, rows)
     sampler.history.tokens.start(plan)
-    sampler.start(StartingRows(plan, sampler.rows.draws.seeds.device))
+    sampler.start(StartingRows(plan, sampler.rows.tables.seed.device))
 
 
 def choose(
@@ -93,7 +92,8 @@ def commit(
     num_valid: Sequence[int] | None = None,
 ) -> None:
     """Take in what a step yielded."""
-    device = sampler.rows.draws.seeds.device
+    device = sampler.rows.tables.seed.device
     columns = (torch.tensor(values, device=device) for values in (rows, positions, token_ids))
     counts = None if num_valid is None else torch.tensor(num_valid, device=device)
-    sampler.remember(NewTokens(*columns, counts), needs, counts=True)
+    if needs & Needs.HISTORY:
+        sampler.remember(StepTokens(*columns, counts), counts=True)

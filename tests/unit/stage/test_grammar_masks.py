@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from sampler_plans import VOCAB_SIZE, spec, start_plan
+from sampler_plans import VOCAB_SIZE, sampler_of, spec, start_plan
 
 from raypp.messages import MaskUpdate, StepPlan
+from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.adjust import adjusted
-from raypp.ops.sample.step_masks import FREE, StepMasks, YieldedTokens, hold
-from raypp.ops.sample.tables import Asked, Needs
+from raypp.ops.sample.tables import FREE, Adjustments, StepMasks, hold
+from raypp.row_params import Needs
 from raypp.scheduler.request import Request
 from raypp.stage.grammar_masks import GrammarMasks, body_mark
-from raypp.stage.step_shape import StepShape, uniform_shape
+from raypp.stage.step_batch import StepBatch, graph_batch
+from raypp.stage.step_end import EndInputs, StepEnd
 from raypp.starting_rows import StartingRows
 from raypp.types import SamplingParams
 
@@ -48,24 +50,29 @@ def begun(rows: list[int], grammars: list[bool], max_drafts: int = 0) -> Grammar
     return masks
 
 
-def decode(rows: list[int], step_id: int, wait_us: int = 0, num_drafts: int = 0) -> tuple[StepPlan, StepShape]:
+def decode(rows: list[int], step_id: int, wait_us: int = 0, num_drafts: int = 0) -> StepBatch:
     plan = start_plan([request(has_grammar=False)] * len(rows), rows)
     values = {**vars(plan), "step_id": step_id, "max_mask_wait_us": wait_us, "num_drafts": num_drafts}
-    shape = uniform_shape(torch.tensor(rows), query_len=1 + num_drafts)
-    return StepPlan(**values), StepShape(**{**vars(shape), "rows_np": np.array(rows)})
+    batch = graph_batch(torch.tensor(rows), query_len=1 + num_drafts)
+    batch.plan, batch.rows_np = StepPlan(**values), np.array(rows)
+    return batch
 
 
 def step(masks: GrammarMasks, rows: list[int], step_id: int, wait_us: int = 0, num_drafts: int = 0) -> StepMasks:
-    plan, shape = decode(rows, step_id, wait_us, num_drafts)
-    found = masks.of_step(plan, shape, len(rows), len(rows) * (1 + num_drafts), body_mark(CPU))
-    assert found is not None
-    return found
+    return masks.of_step(decode(rows, step_id, wait_us, num_drafts), body_mark(CPU))
+
+
+def inputs_of(masks: GrammarMasks, batch: StepBatch) -> EndInputs:
+    """Return what the end of a step does whose rows ask for nothing."""
+    sampler = sampler_of(spec(), CPU)
+    batch.logits_rows_np = batch.rows_np
+    return StepEnd(sampler.history.tokens, sampler, masks, None, CPU).inputs(batch)
 
 
 def applied(found: StepMasks, logits: torch.Tensor) -> torch.Tensor:
     """Return what the masks make of a step's logits."""
     nothing: Any = None
-    return adjusted(logits, Asked(nothing, nothing, nothing, nothing, Needs.GREEDY, nothing, found.of_positions))
+    return adjusted(logits, Adjustments(nothing, nothing, nothing, nothing, Needs.GREEDY, nothing, found.of_positions))
 
 
 def held(
@@ -74,22 +81,20 @@ def held(
     token_ids: list[list[int]],
     positions: list[int],
     drafts: list[list[int]] | None = None,
-) -> tuple[YieldedTokens, list[int]]:
+) -> tuple[StepTokens, list[int]]:
     """Return what the rows keep, and their lengths. What stood in front of position p is token p + 40."""
-    tokens = YieldedTokens(
+    tokens = StepTokens(
         rows=torch.tensor(rows),
         positions=torch.tensor(positions),
         token_ids=torch.tensor(token_ids, dtype=torch.int32),
         num_valid=torch.full((len(token_ids),), len(token_ids[0]), dtype=torch.int32),
-        draft_ids=None if drafts is None else torch.tensor(drafts, dtype=torch.int32),
     )
-    return tokens, hold(tokens, found, torch.arange(41, 41 + 32).expand(8, -1)).tolist()
+    draft_table = None if drafts is None else torch.tensor(drafts, dtype=torch.int32)
+    return tokens, hold(tokens, found, torch.arange(41, 41 + 32).expand(8, -1), draft_table).tolist()
 
 
 def test_a_step_without_grammars_has_no_masks() -> None:
-    masks = begun([0, 1], [False, False])
-    plan, shape = decode([0, 1], 1)
-    assert masks.of_step(plan, shape, 2, 2, body_mark(CPU)) is None
+    assert inputs_of(begun([0, 1], [False, False]), decode([0, 1], 1)).masks is None
 
 
 def test_a_mask_in_time_holds_its_row_and_no_other() -> None:
@@ -144,8 +149,7 @@ def test_a_step_without_grammars_finds_all_rows_free_where_the_last_one_had_some
     masks.put(update(1, 3, [9], after=-1))
     found = step(masks, [0, 1], 0)
     assert found.num_masks.tolist() == [FREE, 1]
-    plan, shape = decode([0], 1)
-    assert masks.of_step(plan, shape, 1, 1, body_mark(CPU)) is None
+    assert inputs_of(masks, decode([0], 1)).masks is None
     assert found.num_masks.tolist() == [FREE, FREE]
     assert found.of_positions.mask_of.tolist() == [-1, -1]
 

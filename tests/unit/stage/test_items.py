@@ -7,14 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raypp import row_params
 from raypp.encoder.protocol import EncodedItem
-from raypp.messages import NO_BYTES, StepPlan
+from raypp.messages import NO_BYTES, StepForm, StepPlan
 from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.scheduler.plan_builder import pack_start_items
 from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
+from raypp.stage.step_batch import StepBatches, graph_batch
 from raypp.stage.step_items import ItemRows, ItemStore, carried_rows, place_items, received_deepstack
-from raypp.stage.step_shape import StepShapes, uniform_shape
+from raypp.stage.step_sizes import StepSize
 from raypp.starting_rows import StartingRows
 from raypp.types import SamplingParams
 
@@ -67,7 +69,8 @@ def _plan(rows, computed, scheduled, num_decode_rows, starting, num_item_tokens)
         "start_rows": np.array(list(starting), np.int32),
         "start_num_tokens": np.array([num_tokens for num_tokens, _ in starting.values()], np.int32),
         "start_token_ids": np.zeros(sum(num_tokens for num_tokens, _ in starting.values()), np.int32),
-        "start_extras": NO_BYTES,
+        "start_params": np.zeros(len(starting), row_params.DTYPE),
+        "start_lists": NO_BYTES,
         "start_items": pack_start_items(states),
     }
     return StepPlan(**values)  # type: ignore[arg-type]
@@ -100,14 +103,15 @@ def test_positions_and_places_of_any_step(data, all_prompts, num_decode):
         scheduled.append(end - start)
         token += end - start
     plan = _plan(list(known), computed, scheduled, num_decode, known, len(places))
-    shape = StepShapes(CPU, 1).of(plan)
+    batch = StepBatches(1).of(plan, StepSize(StepForm.EAGER, None, (0, 0, 0, 0)))
+    batch.upload(CPU)
     tables.start(StartingRows(plan, CPU))
     ranges = zip(computed, scheduled, strict=True)
-    positions = torch.cat([torch.arange(start, start + count) for start, count in ranges])
-    found = tables.rope_positions(shape, plan, positions)
+    batch.positions = torch.cat([torch.arange(start, start + count) for start, count in ranges])
+    found = tables.rope_positions(batch)
     assert found.ndim == (2 if places else 1)
     assert (found if places else found.unsqueeze(1).expand(-1, 3)).tolist() == expected
-    items = tables.step_items(shape, plan)
+    items = tables.step_items(batch)
     assert (items is None) == (not places)
     if items is None:
         return
@@ -118,7 +122,7 @@ def test_positions_and_places_of_any_step(data, all_prompts, num_decode):
     for _, of_prompt in known.values():
         for item in of_prompt.items if of_prompt else ():
             store.put(EncodedItem(item.key, torch.randn(1 + L, item.num_tokens, H, generator=generator)))
-    hidden = torch.zeros(shape.num_tokens, H)
+    hidden = torch.zeros(batch.num_tokens, H)
     hidden, deepstack = place_items(hidden, items, store)
     assert deepstack is not None
     carried = received_deepstack(items, carried_rows(deepstack, 1), num_layers=L)
@@ -128,7 +132,7 @@ def test_positions_and_places_of_any_step(data, all_prompts, num_decode):
         assert torch.equal(hidden[at], rows[0])
         assert torch.equal(deepstack.rows[:, index], rows[1:])
         assert torch.equal(carried.rows[0, index], rows[-1])
-    untouched = sorted(set(range(shape.num_tokens)) - {at for at, _, _ in places})
+    untouched = sorted(set(range(batch.num_tokens)) - {at for at, _, _ in places})
     assert not hidden[untouched].any()
 
 
@@ -142,7 +146,9 @@ def test_decode_rows_stand_behind_their_prompts():
     rows = torch.tensor([5, 3])
 
     def rope_positions(of_rows: torch.Tensor, query_len: int, positions: list[int]) -> list[int]:
-        return tables.rope_positions(uniform_shape(of_rows, query_len), None, torch.tensor(positions)).tolist()
+        batch = graph_batch(of_rows, query_len)
+        batch.positions = torch.tensor(positions)
+        return tables.rope_positions(batch).tolist()
 
     assert rope_positions(rows, 1, [4, 9]) == [4, 9 - 3]
     assert rope_positions(rows, 2, [4, 5, 9, 10]) == [4, 5, 6, 7]

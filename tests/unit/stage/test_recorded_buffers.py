@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from raypp.stage.recorded_buffers import MessageSlots
+from raypp.stage.full_graphs import MessageSlots
 
 
 def _slots(num_slots: int, stride: int, slot_bytes: int) -> torch.Tensor:

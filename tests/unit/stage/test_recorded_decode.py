@@ -7,7 +7,7 @@ import pytest
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.stage.recorded_decode import RecordedDecode
+from raypp.stage.full_graphs import FullGraphs
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 
@@ -34,8 +34,8 @@ def _engine(mode: str, **settings: object) -> LocalEngine:
 @pytest.mark.parametrize("num_requests", [1, 5, 11])
 def test_recordings_yield_the_same_tokens(monkeypatch, num_stages, num_requests):
     runs = []
-    run = RecordedDecode.run
-    monkeypatch.setattr(RecordedDecode, "run", lambda self, size, k: (runs.append(size), run(self, size, k))[1])
+    run = FullGraphs.run
+    monkeypatch.setattr(FullGraphs, "run", lambda self, size: (runs.append(size[0]), run(self, size))[1])
     settings = {"num_stages": num_stages, "max_num_seqs": 12, "max_num_batched_tokens": 64, "block_size": 4}
     expected = _engine("none", **settings).generate(_prompts(num_requests), _params(num_requests))
     assert not runs

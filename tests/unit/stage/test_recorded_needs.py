@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from op_tape import spoiling_tape_graphs, tape_graphs
@@ -13,7 +14,7 @@ from raypp.messages import Unrecorded
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.request_limits import MAX_BIASED_TOKENS
-from raypp.stage.recorded_decode import RecordedDecode
+from raypp.stage.full_graphs import FullGraphs
 from raypp.stage.step_sizes import StepPadding
 from raypp.testing import LocalEngine, build_local_pipeline
 from raypp.tracing import ForwardCounter
@@ -71,13 +72,13 @@ def _engine(make_graphs=None, mask_lateness: random.Random | None = None, **sett
 @pytest.fixture
 def tails(monkeypatch):
     """The tails that ran operation by operation, by their needs; recording runs them, too."""
-    ran, tail = [], RecordedDecode._tail
+    ran, tail = [], FullGraphs._tail
 
-    def noted(self, bucket, num_drafts, needs, *args, **options):
-        ran.append(needs)
-        return tail(self, bucket, num_drafts, needs, *args, **options)
+    def noted(self, batch, inputs):
+        ran.append(inputs)
+        return tail(self, batch, inputs)
 
-    monkeypatch.setattr(RecordedDecode, "_tail", noted)
+    monkeypatch.setattr(FullGraphs, "_tail", noted)
     return ran
 
 
@@ -123,8 +124,8 @@ def test_steps_without_a_recording_are_counted_with_why(monkeypatch):
         patched.setattr(CudaGraphManager, "__contains__", lambda self, key: key[0] != "tail")
         _generate(engine, requests)
     assert noted == {Unrecorded.TOKENS, Unrecorded.CHOICE}
-    engine = _engine(tape_graphs, mode="full_and_piecewise")
-    monkeypatch.setattr(StepPadding, "full_rows", lambda self, plan: None)
+    engine, size_of = _engine(tape_graphs, mode="full_and_piecewise"), StepPadding.size_of
+    monkeypatch.setattr(StepPadding, "size_of", lambda self, plan: size_of(self, replace(plan, num_drafts=99)))
     _generate(engine, requests)
     assert noted == set(Unrecorded)
     noted.clear()

@@ -14,9 +14,9 @@ from sampler_plans import VOCAB_SIZE, choose, commit, sampler_of, spec, start, s
 from scipy import stats
 from transformers import TopPLogitsWarper
 
-from raypp.ops.row_tokens import NewTokens
-from raypp.ops.sample.draw import draw_scores
-from raypp.ops.sample.tables import Needs
+from raypp.ops.row_tokens import StepTokens
+from raypp.ops.sample.token_choice import draw_scores
+from raypp.row_params import Needs
 from raypp.scheduler.ending import end_token_ids
 from raypp.scheduler.request import Request
 from raypp.starting_rows import StartingRows
@@ -153,7 +153,7 @@ def test_drafts_count_for_the_positions_after_them_alone(device, some_requests, 
         drafts = [[rng.randrange(10) for _ in range(num_drafts)] for _ in rows]
         flat_positions = [position + offset for position in positions for offset in range(width)]
         columns = (torch.tensor(values, device=device) for values in (rows, positions, drafts))
-        sampler.remember(NewTokens(*columns), needs, counts=False)
+        sampler.remember(StepTokens(*columns), counts=False)
         logits = torch.randn(len(flat_rows), VOCAB_SIZE, generator=generator).to(device) * 2
         chosen = choose(sampler, logits, flat_rows, flat_positions)
         kept = []
@@ -183,8 +183,8 @@ def test_greedy_rows_need_nothing():
     sampler = sampler_of(spec(), CPU)
     start(sampler, [Request("r", np.array([1], np.int32), SamplingParams(temperature=0.0, top_k=3, top_p=0.5), 0)], [0])
     assert sampler.rows.needs(np.array([0])) == Needs.GREEDY
-    extras = StartingRows(start_plan([Request("r", np.array([1], np.int32), SamplingParams(), 0)], [0]), CPU).extras
-    assert extras is None
+    lists = StartingRows(start_plan([Request("r", np.array([1], np.int32), SamplingParams(), 0)], [0]), CPU).lists
+    assert lists is None
 
 
 @pytest.mark.parametrize("num_entries", [1, 3, 64])
@@ -239,10 +239,10 @@ def test_a_step_never_waits_for_the_device():
     sampler.choose(logits, on_device, positions, needs)  # what is made once is made
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sampler.remember(NewTokens(on_device, positions, drafts), needs, counts=False)
+        sampler.remember(StepTokens(on_device, positions, drafts), counts=False)
         chosen = sampler.choose(logits, on_device, positions, needs)
-        kept = NewTokens(on_device, positions, chosen.unsqueeze(1), torch.ones_like(chosen))
-        sampler.remember(kept, needs, counts=True)
+        kept = StepTokens(on_device, positions, chosen.unsqueeze(1), torch.ones_like(chosen))
+        sampler.remember(kept, counts=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -11,12 +11,12 @@ import pytest
 from recorded_plans import mixed_requests, record_plans
 
 from raypp.config.engine_config import EngineConfig
-from raypp.messages import StepPlan
+from raypp.messages import StepForm, StepPlan
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.graph_plan import step_sizes
 from raypp.plan.hardware import Hardware
-from raypp.stage.padded_forward import PaddedForward
-from raypp.stage.recorded_decode import RecordedDecode
+from raypp.stage.full_graphs import FullGraphs
+from raypp.stage.step_layers import StepLayers
 from raypp.stage.step_sizes import FullSize, StepPadding, StepSizes
 from raypp.testing import LocalEngine, build_local_pipeline
 
@@ -72,20 +72,24 @@ def test_only_uniform_decode_steps_are_full():
     for plan in _mixtures():
         num_rows, query_lens = len(plan.rows), set(plan.num_scheduled_tokens.tolist())
         num_tokens = int(plan.num_scheduled_tokens.sum())
-        rows, tokens = padding.full_rows(plan), padding.piecewise_tokens(num_tokens)
+        form, bucket, message = padding.size_of(plan)
         assert len(plan.rows) == num_rows
-        if rows is not None:
+        if form is StepForm.FULL_GRAPH:
+            rows = bucket
             num_full += 1
+            assert message == (rows, rows * (1 + plan.num_drafts), 0, rows * (1 + plan.num_drafts))
             assert query_lens == {1 + plan.num_drafts}
             assert plan.num_decode_rows == num_rows <= rows
             assert FullSize(rows, plan.num_drafts) in sizes.full
-        elif plan.num_decode_rows == num_rows and plan.num_drafts in (0, 2):
+            continue
+        if plan.num_decode_rows == num_rows and plan.num_drafts in (0, 2):
             pytest.fail(f"{num_rows} decode rows with {plan.num_drafts} drafts are no full step")
-        assert (tokens is None) == (num_tokens > MAX_TOKENS)
-        if tokens is not None:
+        assert message[:2] == (num_rows, num_tokens)
+        assert (form is StepForm.EAGER) == (num_tokens > MAX_TOKENS)
+        if form is StepForm.PIECEWISE:
             num_piecewise += 1
-            assert num_tokens <= tokens <= max(16, 2 * num_tokens)
-        num_plain += rows is None and tokens is None
+            assert num_tokens <= bucket <= max(16, 2 * num_tokens)
+        num_plain += form is StepForm.EAGER
     assert num_full == 2 * 6
     assert min(num_piecewise, num_plain) > 1000
 
@@ -104,8 +108,8 @@ def test_modes_on_a_cpu(mode, has_full, has_piecewise):
     sizes = _wanted(mode)
     assert (bool(sizes.full), bool(sizes.piecewise)) == (has_full, has_piecewise)
     padding = StepPadding(sizes)
-    assert (padding.full_rows(_plan(0, 3, ())) is not None) == has_full
-    assert (padding.piecewise_tokens(5) is not None) == has_piecewise
+    assert (padding.size_of(_plan(0, 3, ())).form is StepForm.FULL_GRAPH) == has_full
+    assert (padding.size_of(_plan(0, 0, (5,))).form is StepForm.PIECEWISE) == has_piecewise
     graphs = _engine_plan(mode).stage_spec(0).graphs
     assert not StepSizes.wanted(graphs, (0,), max_step_rows=6, max_step_tokens=32, can_be_full=False).full
 
@@ -123,25 +127,28 @@ def test_sizes_that_all_stages_have():
 def test_steps_go_where_they_belong(monkeypatch, mode, num_stages):
     """Mixed requests through a whole engine: the tokens are the same, and every kind of step was there."""
     seen = {"full": 0, "piecewise": 0, "none": 0}
-    full, layers = RecordedDecode.run, PaddedForward.run
+    full, layers = FullGraphs.run, StepLayers.run
 
-    def run_full(self, bucket, num_drafts):
+    def run_full(self, size):
         seen["full"] += 1
-        return full(self, bucket, num_drafts)
+        return full(self, size)
 
-    def run_layers(self, hidden, positions, attention, bucket, deepstack):
-        seen["none" if bucket is None else "piecewise"] += 1
-        assert (bucket is None) == (len(hidden) > MAX_TOKENS or mode == "full")
-        if bucket is not None and not attention.prefill_query_lens:
-            assert mode == "piecewise"
-        return layers(self, hidden, positions, attention, bucket, deepstack)
+    def run_layers(self, batch, entering):
+        form, bucket, _ = batch.size
+        if form is not StepForm.FULL_GRAPH:
+            seen["none" if bucket is None else "piecewise"] += 1
+            assert (form is StepForm.EAGER) == (bucket is None)
+            assert (bucket is None) == (len(entering) > MAX_TOKENS or mode == "full")
+            if bucket is not None and not batch.prefill_query_lens:
+                assert mode == "piecewise"
+        return layers(self, batch, entering)
 
     settings = {"num_stages": num_stages, "speculative": DRAFTS, "max_num_seqs": 12, "min_prefill_chunk_tokens": 24}
     prompts, params = mixed_requests(9, 260, 40)
     plain = _engine_plan("none", **settings)
     expected = LocalEngine(plain).generate(prompts, params)
-    monkeypatch.setattr(RecordedDecode, "run", run_full)
-    monkeypatch.setattr(PaddedForward, "run", run_layers)
+    monkeypatch.setattr(FullGraphs, "run", run_full)
+    monkeypatch.setattr(StepLayers, "run", run_layers)
     plan = _engine_plan(mode, **settings)
     pipeline = build_local_pipeline(plan)
     seen.update(dict.fromkeys(seen, 0))

@@ -1,8 +1,8 @@
-"""A proposer that is recorded apart: what it does after a verified decode step, between buffers of its own.
+"""A proposer with CUDA graphs of its own: what it does after a verified decode step, between buffers of its own.
 
     [ verified tokens ] --> follow (per rows and K) --> [ followed ] --> propose (per rows) --> [ next drafts ]
 
-Verification has recordings for every need of the sampler; these have none of that, so there are few of them. After any
+Verification has graphs for every need of the sampler; these have none of that, so there are few of them. After any
 other step, with prompts in it, the second takes the rows that yielded just so. Rows that are proposed nothing skip it.
 """
 
@@ -16,17 +16,18 @@ import torch
 
 from raypp.graphs.debug import Watched, only
 from raypp.graphs.graph_manager import CudaGraphManager
+from raypp.ops.row_tokens import StepTokens
 from raypp.specdec.proposer import Followed, StepHidden
 from raypp.stage.speculation import Search, Speculation
 from raypp.stage.stage_spec import StageSpec
-from raypp.stage.step_result import StepTokens
-from raypp.stage.step_shape import StepShape
+from raypp.stage.step_batch import StepBatch
+from raypp.stage.step_sizes import FullSize
 
 _PADDING_LENGTH = 2  # of the row that padding reads: one token, and the one that it yields
 
 
-class RecordedDrafts:
-    """The recordings, and the buffers. B rows of a recording, K drafts.
+class DraftGraphs:
+    """The graphs, and their buffers. B rows of a graph, K drafts.
 
     Args:
         spec: The last stage's.
@@ -55,41 +56,39 @@ class RecordedDrafts:
         self._token_ids = torch.zeros(rows * (1 + spec.max_drafts), dtype=torch.int32, device=device)
         self._num_valid = torch.ones(rows, dtype=torch.int32, device=device)
         self._lengths = torch.full((rows,), _PADDING_LENGTH, dtype=torch.int64, device=device)
-        self._recorded: list[int] = []  # numbers of rows that proposals are recorded for
+        self._recorded: list[int] = []  # numbers of rows with a graph of proposals
         self._num_rows = 0  # of the step that ran last, without padding
-        self._followed: Followed | None = None  # [max_step_rows, ...]; made with the first recording
+        self._followed: Followed | None = None  # [max_step_rows, ...]; made with the first graph
 
-    def keep(self, rows: torch.Tensor, tokens: StepTokens) -> StepTokens:
-        """Copy a verified step's tokens to where the recordings read them. Part of the recording that verifies.
+    def keep(self, tokens: StepTokens) -> StepTokens:
+        """Copy a verified step's tokens to where the graphs read them. Part of the graph that verifies.
 
         Returns the tokens, without drafts: these come when they were proposed.
         """
-        assert tokens.num_valid is not None, "a recorded step compares"
-        kept = self._kept(*tokens.token_ids.shape)
-        for into, values in (
-            (self._rows[: len(rows)], rows),
-            (kept.token_ids, tokens.token_ids),
-            (kept.lengths, tokens.lengths),
-        ):
-            into.copy_(values)
-        self._num_valid[: len(tokens.num_valid)].copy_(tokens.num_valid)
+        assert tokens.num_valid is not None, "a full graph compares"
+        assert tokens.lengths is not None
+        num_rows = len(tokens.rows)
+        self._rows[:num_rows].copy_(tokens.rows)
+        self._token_ids[: tokens.token_ids.numel()].view_as(tokens.token_ids).copy_(tokens.token_ids)
+        self._lengths[:num_rows].copy_(tokens.lengths)
+        self._num_valid[:num_rows].copy_(tokens.num_valid)
         return tokens
 
-    def record(self, shape: StepShape, hidden_of: Callable[[], StepHidden]) -> None:
-        """Record what follows a step of that shape.
+    def record(self, batch: StepBatch, hidden_of: Callable[[], StepHidden]) -> None:
+        """Capture what follows a step of that batch.
 
         Args:
-            shape: Of the step.
-            hidden_of: Returns what the step left: in a recording always the same tensors, else new ones each time.
+            batch: Of the step.
+            hidden_of: Returns what the step left: of a graph always the same tensors, else new ones each time.
         """
-        bucket, width = shape.num_rows, shape.decode_query_len
+        bucket, width = batch.num_rows, batch.query_len
         self._num_rows = bucket
-        follow = partial(self._follow, shape, hidden_of)
+        follow = partial(self._follow, bucket, width, hidden_of)
         watched = Watched(reads=(self,), yields=self._yields_followed)
         self._graphs.record(self._mode, ("follow", bucket, width), follow, watched=watched)
 
     def record_proposals(self, buckets: Iterable[int]) -> None:
-        """Record the proposals of those numbers of rows, as far as memory allows, when everything else is recorded.
+        """Capture the proposals of those numbers of rows, as far as memory allows, when everything else is captured.
 
         One serves steps of every K. It runs before the host is told what the step's tail chose, so it may not have for
         itself the memory where the tail of any K leaves that: all of them must have theirs by now.
@@ -107,10 +106,10 @@ class RecordedDrafts:
             self._graphs.record(self._mode, (name, bucket), partial(program, bucket), watched=watched)
         self._recorded.append(bucket)
 
-    def run(self, bucket: int, num_drafts: int, num_rows: int, *, proposes: bool) -> None:
+    def run(self, size: FullSize, num_rows: int, *, proposes: bool) -> None:
         """Run it, on what was kept last. Of the B rows all but the first `num_rows` are padding."""
-        self._num_rows = num_rows
-        self._graphs.run(("follow", bucket, 1 + num_drafts))
+        bucket, self._num_rows = size.num_rows, num_rows
+        self._graphs.run(("follow", bucket, 1 + size.num_drafts))
         if bucket in self._recorded:
             self._graphs.run(("propose" if proposes else "miss", bucket))
         elif proposes:
@@ -118,30 +117,26 @@ class RecordedDrafts:
         else:
             self._miss(bucket)
 
-    def draft(
-        self, shape: StepShape, hidden: StepHidden, max_length: int, search: Search, tokens: StepTokens
-    ) -> StepTokens:
-        """Do as `Speculation.draft`, after a step that was no recording; the drafts are valid until the next step."""
-        num_rows = len(shape.sampled_rows)
-        bucket = self._fit(num_rows)
-        if bucket is None or not search.proposes:
-            return self._speculation.draft(shape, hidden, max_length, search, tokens)
+    def draft(self, hidden: StepHidden, max_length: int, search: Search, tokens: StepTokens) -> StepTokens:
+        """Do as `Speculation.draft`, after a step that was no full graph; the drafts are valid until the next step."""
+        num_rows = len(tokens.rows)
+        # The smallest graph of proposals for so many rows.
+        bucket = min((bucket for bucket in self._recorded if bucket >= num_rows), default=None)
+        if bucket is None or not num_rows or not search.proposes:
+            return self._speculation.draft(hidden, max_length, search, tokens)
         assert self._followed is not None
-        followed = self._speculation.follow(shape, tokens, hidden)
+        assert tokens.lengths is not None
+        followed = self._speculation.proposer.follow(tokens, hidden)
         self._rows[num_rows:bucket] = self._padding_row
         self._lengths[num_rows:bucket] = _PADDING_LENGTH
         for tensor in self._followed:
             tensor[num_rows:bucket] = 0
-        kept, values = (self._rows, self._lengths, *self._followed), (shape.sampled_rows, tokens.lengths, *followed)
+        kept, values = (self._rows, self._lengths, *self._followed), (tokens.rows, tokens.lengths, *followed)
         for into, value in zip(kept, values, strict=True):
             into[:num_rows].copy_(value)
         self._num_rows = num_rows
         self._graphs.run(("propose", bucket))
         return replace(tokens, draft_ids=self._drafts_of(bucket)[:num_rows])
-
-    def _fit(self, num_rows: int) -> int | None:
-        """Return the smallest recording of proposals for so many rows; None if there is none, or nothing to propose."""
-        return min((bucket for bucket in self._recorded if bucket >= num_rows), default=None) if num_rows else None
 
     def _yields_followed(self, result: None) -> dict[str, torch.Tensor]:
         counts, followed = self._have_room(), self._followed or ()
@@ -152,26 +147,27 @@ class RecordedDrafts:
         return self._speculation.tables.have_room(self._rows[: self._num_rows], self._lengths[: self._num_rows])
 
     def _kept(self, num_rows: int, width: int) -> StepTokens:
+        lengths = self._lengths[:num_rows]
         return StepTokens(
+            rows=self._rows[:num_rows],
+            positions=lengths,  # not read
             token_ids=self._token_ids[: num_rows * width].view(num_rows, width),
-            positions=self._lengths[:num_rows],  # not asked for
-            lengths=self._lengths[:num_rows],
             num_valid=self._num_valid[:num_rows],
+            lengths=lengths,
         )
 
-    def _follow(self, shape: StepShape, hidden_of: Callable[[], StepHidden]) -> None:
-        kept = self._kept(shape.num_rows, shape.decode_query_len)
-        followed = self._speculation.follow(shape, kept, hidden_of())
+    def _follow(self, bucket: int, width: int, hidden_of: Callable[[], StepHidden]) -> None:
+        followed = self._speculation.proposer.follow(self._kept(bucket, width), hidden_of())
         if self._followed is None:
             rows = len(self._num_valid)
             self._followed = tuple(tensor.new_zeros(rows, *tensor.shape[1:]) for tensor in followed)
         for into, values in zip(self._followed, followed, strict=True):
-            into[: shape.num_rows].copy_(values)
+            into[:bucket].copy_(values)
 
     def _propose(self, bucket: int) -> None:
         assert self._followed is not None
         followed = tuple(tensor[:bucket] for tensor in self._followed)
-        drafts = self._speculation.propose(self._rows[:bucket], self._lengths[:bucket], followed, self._max_length)
+        drafts = self._speculation.propose(self._kept(bucket, 1), followed, self._max_length)
         self._drafts_of(bucket).copy_(drafts)
 
     def _miss(self, bucket: int) -> None:
