@@ -89,8 +89,8 @@ class EagleProposer:
                 prefill_query_lens=[],
                 prefill_seq_lens=[],
             )
-            tokens = slice(index * num_rows, (index + 1) * num_rows)
-            rope = Rotation(rotation.cos[tokens], rotation.sin[tokens])
+            of_rows = slice(index * num_rows, (index + 1) * num_rows)
+            rope = Rotation(rotation.cos[of_rows], rotation.sin[of_rows])
             states, token_ids = head.finish(entered, rope, self._kv_cache, attention)
             draft_ids.append(token_ids)
             if index + 1 < self._num_drafts:
