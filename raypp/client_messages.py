@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,12 +38,11 @@ from raypp import errors
 from raypp.errors import RayppError
 from raypp.messages import NO_INT32S, Int32s, OutputBatch, pack, unpack
 from raypp.prompt_items import EncoderItem, PromptItems
-from raypp.types import SamplingParams
+from raypp.sampling_params import PARAMETERS, SamplingParams
 
 _OPEN, _ADD, _ABORT, _STATS, _CLOSE = b"H", b"A", b"X", b"S", b"C"
 _OUTPUT, _REJECTED, _REPLY, _DEAD, _ALIVE = b"O", b"R", b"Y", b"D", b"L"
 
-_PARAM_NAMES = tuple(f.name for f in fields(SamplingParams))
 _ERROR_CLASSES: dict[str, type[RayppError]] = {
     cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, RayppError)
 }
@@ -227,7 +226,7 @@ def _add_frames(requests: Sequence[AddRequest]) -> list[bytes | memoryview]:
         headers.append(_add_header(request, index, None if same else len(request.prompt_token_ids)))
         before = request
     known = {id(request.params): request.params for request in requests}
-    values = [[getattr(known[identity], name) for name in _PARAM_NAMES] for identity in params]
+    values = [[getattr(known[identity], name) for name in PARAMETERS] for identity in params]
     payload = np.concatenate(token_ids).astype("<i4", copy=False) if token_ids else NO_INT32S
     return [
         _ADD,
@@ -265,7 +264,7 @@ def _requests_from(
     token_ids, offset = NO_INT32S, 0
     for values in header["requests"]:
         if (index := values["params"]) not in params:
-            params[index] = SamplingParams(**dict(zip(_PARAM_NAMES, header["params"][index], strict=True)))
+            params[index] = SamplingParams.of_json(header["params"][index])
         if (num_tokens := values["num_prompt_tokens"]) is not None:
             token_ids = all_token_ids[offset : offset + num_tokens].astype(np.int32)
             offset += num_tokens
