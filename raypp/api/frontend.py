@@ -102,7 +102,7 @@ class Frontend:
         all_ended: asyncio.Future[None] = self._loop.create_future()
         self._check_ids(prepared)
         num_left, window, requests = len(prepared), SendWindow(prepared, self._engine.config), list[RunningRequest]()
-        unsent = {item.request_id: False for item in prepared}
+        unsent = {item.request.request_id: False for item in prepared}
         is_sending = False
 
         def send() -> None:
@@ -112,7 +112,7 @@ class Frontend:
             is_sending = True
             try:
                 while not all_ended.done() and (more := window.take()):
-                    aborted = {item.request_id for item in more if unsent.pop(item.request_id)}
+                    aborted = {item.request.request_id for item in more if unsent.pop(item.request.request_id)}
                     sent = self._submit(more, stream=False, on_change=on_change)
                     requests.extend(sent)
                     self._abort(request for request in sent if request.request_id in aborted)
@@ -267,7 +267,7 @@ class Frontend:
     def _send_begun(self, request_ids: Iterable[str], *, goes_first: bool = False) -> None:
         max_running = self._engine.config.scheduler.max_num_seqs
         begun = ((r, c) for name in request_ids for r in [self._requests[name]] for c in r.unfinished)
-        for message in messages_of_begun(begun, self._engine.eos_token_ids, max_running, goes_first=goes_first):
+        for message in messages_of_begun(begun, max_running, goes_first=goes_first):
             self._connection.send(message)
 
     def _figures(self, of_engine: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -283,7 +283,7 @@ class Frontend:
         running = [
             RunningRequest(
                 item,
-                [next(self._numbers) for _ in range(item.params.n)],
+                [next(self._numbers) for _ in range(item.request.params.n)],
                 self._engine.tokenizer,
                 stream=stream,
                 on_change=on_change,
@@ -296,17 +296,19 @@ class Frontend:
             self._requests[request.request_id] = request
             self._completions |= {c.handle: (request, c) for c in request.completions}
         if self._connection.is_open:
-            for message in messages_of_new(running, self._engine.eos_token_ids):
+            for message in messages_of_new(running):
                 self._connection.send(message)
         return running
 
     def _check_ids(self, prepared: Sequence[PreparedRequest]) -> None:
         for item in prepared:
-            if item.request_id in self._requests or any(item.request_id in unsent for unsent in self._unsent.values()):
+            if item.request.request_id in self._requests or any(
+                item.request.request_id in unsent for unsent in self._unsent.values()
+            ):
                 raise RequestError(
                     "a request of this id is running already",
-                    request_id=item.request_id,
-                    got=item.request_id,
+                    request_id=item.request.request_id,
+                    got=item.request.request_id,
                     expected="an id of its own",
                 )
 

@@ -7,23 +7,20 @@ from dataclasses import replace
 
 from raypp.api.running_completion import RunningCompletion
 from raypp.api.running_request import RunningRequest
-from raypp.client_messages import AddRequest, AddRequests
-from raypp.messages import NO_INT32S, Int32s
+from raypp.client_messages import AddRequests
+from raypp.request import Request
 
 _REQUESTS_PER_MESSAGE = 16
 """The driver reads a message's header at once, between two steps. The continuations of one prompt stay together."""
 
 
-def messages_of_new(requests: Iterable[RunningRequest], eos_token_ids: tuple[int, ...]) -> Iterator[AddRequests]:
+def messages_of_new(requests: Iterable[RunningRequest]) -> Iterator[AddRequests]:
     """Yield what hands new requests to the engine, in order."""
-    return _messages(
-        [_to_add(r, c, NO_INT32S, eos_token_ids, lacks_prompt_logprobs=True) for c in r.completions] for r in requests
-    )
+    return _messages([_to_add(r, c, [], lacks_prompt_logprobs=True) for c in r.completions] for r in requests)
 
 
 def messages_of_begun(
     completions: Iterable[tuple[RunningRequest, RunningCompletion]],
-    eos_token_ids: tuple[int, ...],
     max_running: int,
     *,
     goes_first: bool = False,
@@ -36,24 +33,20 @@ def messages_of_begun(
 
     Args:
         completions: Each with its request.
-        eos_token_ids: The model's.
         max_running: The engine's rows.
         goes_first: Whether they are served before all others, whatever their priority.
     """
     for message in _messages(
-        (
-            [_to_add(r, c, r.begin_anew(c), eos_token_ids, lacks_prompt_logprobs=r.lacks_prompt_logprobs)]
-            for r, c in completions
-        ),
+        ([_to_add(r, c, r.begin_anew(c), lacks_prompt_logprobs=r.lacks_prompt_logprobs)] for r, c in completions),
         most_in_first=max(max_running, _REQUESTS_PER_MESSAGE),
     ):
-        yield AddRequests([replace(r, goes_first=True) for r in message.requests]) if goes_first else message
+        for request in message.requests:
+            request.goes_first = goes_first
+        yield message
 
 
-def _messages(
-    groups: Iterable[Sequence[AddRequest]], most_in_first: int = _REQUESTS_PER_MESSAGE
-) -> Iterator[AddRequests]:
-    together: list[AddRequest] = []
+def _messages(groups: Iterable[Sequence[Request]], most_in_first: int = _REQUESTS_PER_MESSAGE) -> Iterator[AddRequests]:
+    together: list[Request] = []
     most = most_in_first
     for group in groups:
         if any(request.items is not None for request in group):
@@ -67,28 +60,18 @@ def _messages(
 
 
 def _to_add(
-    request: RunningRequest,
-    completion: RunningCompletion,
-    output_token_ids: Int32s,
-    eos_token_ids: tuple[int, ...],
-    *,
-    lacks_prompt_logprobs: bool,
-) -> AddRequest:
+    request: RunningRequest, completion: RunningCompletion, output_token_ids: list[int], *, lacks_prompt_logprobs: bool
+) -> Request:
     """Return what the engine is told of a continuation: to it, each is a request of its own."""
-    prepared, params = request.prepared, request.prepared.params
+    prepared, params = request.prepared, request.params
     if params.prompt_logprobs is not None and (completion.index > 0 or not lacks_prompt_logprobs):
         params = replace(params, prompt_logprobs=None)  # the first one brings them, once
-    return AddRequest(
-        completion.engine_id,
-        completion.handle,
-        prepared.prompt_token_ids,
-        params,
-        prepared.seed_of(completion.index),
-        eos_token_ids,
-        prepared.bad_word_token_ids,
-        prepared.priority,
+    return replace(
+        prepared.request,
+        request_id=completion.engine_id,
+        params=params,
+        seed=prepared.seed_of(completion.index),
+        handle=completion.handle,
         is_streamed=request.is_streamed or bool(params.stop),
-        items=prepared.items,
-        cache_salt=prepared.cache_salt,
         output_token_ids=output_token_ids,
     )

@@ -191,13 +191,13 @@ class LLM:
                 param="beam_width",
             )
         prepared = engine.preparer.prompts(listed)
-        for request in prepared:
+        for request in (one.request for one in prepared):
             if request.items is not None:
                 raise RequestError(
                     "beam search takes no images", got="a prompt with images", expected="text", hint="use generate"
                 )
         found = search_beams(
-            [EncodedPrompt(request.prompt_token_ids, cache_salt=request.cache_salt) for request in prepared],
+            [EncodedPrompt(one.request.prompt_token_ids, cache_salt=one.request.cache_salt) for one in prepared],
             params,
             lambda asked, one: self._complete(engine.preparer.prompts(asked, one), use_tqdm=False),
             eos=engine.eos_token_ids,

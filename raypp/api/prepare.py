@@ -24,6 +24,7 @@ from raypp.errors import RequestError
 from raypp.messages import NO_INT32S, Int32s
 from raypp.pictures.content import has_pictures
 from raypp.pictures.reader import PictureReader
+from raypp.request import Request
 from raypp.types import Prompt, SamplingParams
 
 T = TypeVar("T")
@@ -65,6 +66,7 @@ class RequestPreparer:
         self._params_checker = ParamsChecker(
             tokenizer, vocab_size=vocab_size, max_logprobs=max_logprobs, eos_token_ids=eos_token_ids
         )
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._seed = seed
@@ -228,24 +230,22 @@ class RequestPreparer:
                 known[id(given)] = self._params_checker.checked(request_id, given)
             checked, bad_words = known[id(given)]
             self._check_room(request_id, ids, checked)
-            prepared.append(
-                PreparedRequest(
-                    request_id,
-                    prompt.text,
-                    ids,
-                    checked,
-                    bad_words,
-                    priority,
-                    items=prompt.items,
-                    cache_salt=f"{self._num_resets}:{prompt.cache_salt!r}" if self._num_resets else prompt.cache_salt,
-                    make_stop_scope=prompt.make_stop_scope,
-                )
+            request = Request(
+                request_id,
+                ids,
+                checked,
+                seed=0,
+                eos_token_ids=self._eos_token_ids,
+                bad_word_token_ids=bad_words,
+                priority=priority,
+                items=prompt.items,
+                cache_salt=f"{self._num_resets}:{prompt.cache_salt!r}" if self._num_resets else prompt.cache_salt,
             )
-        return [self._with_seed(request) for request in prepared]  # only now: refused requests draw none
-
-    def _with_seed(self, request: PreparedRequest) -> PreparedRequest:
-        seed = request.params.seed
-        return replace(request, seed=self._seeds.getrandbits(63) if seed is None else seed)
+            prepared.append(PreparedRequest(request, prompt.text, prompt.make_stop_scope))
+        for one in prepared:  # only now: refused requests draw none
+            seed = one.request.params.seed
+            one.request.seed = self._seeds.getrandbits(63) if seed is None else seed
+        return prepared
 
     def _check_room(self, request_id: str, token_ids: Int32s, params: SamplingParams) -> None:
         room = self._max_model_len - len(token_ids)

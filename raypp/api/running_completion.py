@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-import numpy as np
-
 from raypp.api.detokenizer import Decoder, Detokenizer
 from raypp.api.engine_counters import NOTHING_COUNTED, Counters, sum_over_engines
 from raypp.api.output_logprobs import LogprobLists, decoded_logprobs
 from raypp.api.request_text import RequestText
 from raypp.api.stop import StopScope, WholeText
-from raypp.messages import NO_INT32S, Int32s
+from raypp.messages import Int32s
 from raypp.types import CompletionOutput, FinishReason, FinishReasonName, Logprobs, SamplingParams
 
 _REASON_NAMES: dict[int, FinishReasonName] = {
@@ -84,8 +82,8 @@ class RunningCompletion:
             return self.counters
         return sum_over_engines(self._earlier, self.counters, self._waited_us)
 
-    def begin_anew(self, waited_us: int) -> Int32s:
-        """Take in that another engine goes on with it; return the tokens [G] that it has.
+    def begin_anew(self, waited_us: int) -> list[int]:
+        """Take in that another engine goes on with it; return a copy of the tokens that it has.
 
         Args:
             waited_us: Microseconds since its request came.
@@ -94,7 +92,7 @@ class RunningCompletion:
             self._earlier, self.counters = self.all_counters, NOTHING_COUNTED
         if self._earlier is None:
             self._waited_us = waited_us
-        return np.array(self.token_ids, np.int32) if self.token_ids else NO_INT32S
+        return self.token_ids.copy()
 
     def update(self, token_ids: list[int], reason: int, stop_token_id: int, logprobs: LogprobLists | None) -> None:
         """Take in what one step brought.

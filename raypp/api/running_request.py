@@ -14,9 +14,8 @@ from raypp.api.output_logprobs import LogprobLists, decoded_logprobs
 from raypp.api.running_completion import RunningCompletion
 from raypp.api.stop import StopScope, WholeText
 from raypp.errors import RayppError
-from raypp.messages import Int32s
-from raypp.prompt_items import PromptItems
-from raypp.types import Logprobs, RequestMetrics, RequestOutput, SamplingParams
+from raypp.request import Request
+from raypp.types import Logprobs, RequestMetrics, RequestOutput
 
 COMPLETION_SEPARATOR = "\0"
 """Stands between a request's id and a continuation's index in the engine's names; no id holds it."""
@@ -24,24 +23,17 @@ COMPLETION_SEPARATOR = "\0"
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request that has been validated and tokenized, and not been sent yet."""
+    """A request that has been validated and tokenized, and not been sent yet: of its first continuation."""
 
-    request_id: str
-    prompt: str | None  # None when it came as token ids
-    prompt_token_ids: Int32s  # [P]
-    params: SamplingParams
-    bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as tokens
-    priority: int = 0
-    seed: int = 0  # params.seed, or the one drawn for it
-    items: PromptItems | None = None  # what of the prompt is not text
-    cache_salt: str = ""
-    make_stop_scope: Callable[[], StopScope] = WholeText
+    request: Request
+    text: str | None = None  # of the prompt; None when it came as token ids
+    make_stop_scope: Callable[[], StopScope] = WholeText  # of which parts of a continuation stop strings are about
 
     def seed_of(self, index: int) -> int:
         """Return the seed of a continuation; the first one's is the request's own."""
         if index == 0:
-            return self.seed
-        digest = blake2b(f"{self.seed}:{index}".encode(), digest_size=8).digest()
+            return self.request.seed
+        digest = blake2b(f"{self.request.seed}:{index}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
 
 
@@ -66,7 +58,10 @@ class RunningRequest:
             stream: Whether outputs are asked for before the end.
             on_change: Called when there is something to see: with every update when streaming, else at the end.
         """
-        self.request_id = prepared.request_id
+        request = prepared.request
+        self.request_id = request.request_id
+        self.params = request.params
+        self.prompt_token_ids = request.prompt_token_ids
         self.error: RayppError | None = None
         names = [self.request_id]
         if len(handles) > 1:
@@ -76,9 +71,9 @@ class RunningRequest:
                 index,
                 name,
                 handle,
-                prepared.params,
+                request.params,
                 decoder,
-                prepared.prompt_token_ids,
+                request.prompt_token_ids,
                 prepared.make_stop_scope,
                 streams=stream,
             )
@@ -92,9 +87,7 @@ class RunningRequest:
         self._arrival_s = time.monotonic()
         self._first_token_s: float | None = None
         self._finish_s: float | None = None
-        self._prompt_logprobs: list[Logprobs | None] | None = (
-            None if prepared.params.prompt_logprobs is None else [None]
-        )
+        self._prompt_logprobs: list[Logprobs | None] | None = None if request.params.prompt_logprobs is None else [None]
         self._num_prompt_logprobs = 1  # of the engine that has the request now; the first token has none
 
     @property
@@ -115,10 +108,10 @@ class RunningRequest:
     @property
     def lacks_prompt_logprobs(self) -> bool:
         """Whether some that were asked for have not come."""
-        return self._prompt_logprobs is not None and self._num_prompt_logprobs < len(self.prepared.prompt_token_ids)
+        return self._prompt_logprobs is not None and self._num_prompt_logprobs < len(self.prompt_token_ids)
 
-    def begin_anew(self, completion: RunningCompletion) -> Int32s:
-        """Take in that another engine goes on with one of the continuations; return the tokens [G] that it has.
+    def begin_anew(self, completion: RunningCompletion) -> list[int]:
+        """Take in that another engine goes on with one of the continuations; return the tokens that it has.
 
         Prompt log-probabilities that are not complete will come again from the first one on.
         """
@@ -156,10 +149,9 @@ class RunningRequest:
 
     def output(self) -> RequestOutput:
         """Return what there is so far."""
-        prepared = self.prepared
         return RequestOutput(
             request_id=self.request_id,
-            prompt=prepared.prompt,
+            prompt=self.prepared.text,
             prompt_token_ids=self._prompt_token_ids,
             outputs=[completion.output() for completion in self.completions],
             finished=self.is_ended,
@@ -170,7 +162,7 @@ class RunningRequest:
     @cached_property
     def _prompt_token_ids(self) -> list[int]:
         """The prompt as users see it: one list for all outputs, made for the first."""
-        token_ids: list[int] = self.prepared.prompt_token_ids.tolist()
+        token_ids: list[int] = self.prompt_token_ids.tolist()
         return token_ids
 
     def _metrics(self) -> RequestMetrics:

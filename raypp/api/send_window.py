@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from raypp.api.running_request import PreparedRequest
 from raypp.config.engine_config import EngineConfig
 from raypp.prompt_items import unique_items
+from raypp.request import Request
 from raypp.request_memory import REQUEST_BYTES
 
 
@@ -35,16 +36,16 @@ class SendWindow:
         """Return the next ones that may be sent."""
         taken = []
         while self._waiting:
-            size, pixel_size = _sizes_of(self._waiting[0])
+            size, pixel_size = _sizes_of(self._waiting[0].request)
             if self._sizes and (
                 self._num_bytes + size > self._max_bytes or self._num_pixel_bytes + pixel_size > self._max_pixel_bytes
             ):
                 break
-            request = self._waiting.popleft()
-            self._sizes[request.request_id] = size, pixel_size
+            prepared = self._waiting.popleft()
+            self._sizes[prepared.request.request_id] = size, pixel_size
             self._num_bytes += size
             self._num_pixel_bytes += pixel_size
-            taken.append(request)
+            taken.append(prepared)
         return taken
 
     def note_ended(self, request_id: str) -> None:
@@ -54,7 +55,7 @@ class SendWindow:
         self._num_pixel_bytes -= pixel_size
 
 
-def _sizes_of(request: PreparedRequest) -> tuple[int, int]:
+def _sizes_of(request: Request) -> tuple[int, int]:
     items = () if request.items is None else unique_items(request.items.items)
     return (
         request.params.n * (REQUEST_BYTES + request.prompt_token_ids.nbytes),

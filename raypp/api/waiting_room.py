@@ -48,8 +48,5 @@ class WaitingRoom:
             self._memory.remove(completion.engine_id)
 
     def _add(self, request: RunningRequest, *, is_new: bool) -> None:
-        prepared = request.prepared
         for completion in request.unfinished:
-            self._memory.add(
-                completion.engine_id, request.request_id, prepared.prompt_token_ids, prepared.items, is_new=is_new
-            )
+            self._memory.add(completion.engine_id, request.prepared.request, is_new=is_new)

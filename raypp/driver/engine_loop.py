@@ -14,7 +14,7 @@ from raypp.driver.item_encoders import ItemEncoders, ItemFailed, ItemsDropped, I
 from raypp.driver.pipeline import Pipeline
 from raypp.errors import NonFiniteLogitsError, RayppError, RequestError
 from raypp.messages import StepPlan
-from raypp.scheduler.request import Request, RequestUpdate
+from raypp.request import Request, RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
 from raypp.scheduler.scheduler_stats import SchedulerStats
 from raypp.tracing import Tracer, now_ns

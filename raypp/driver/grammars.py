@@ -23,7 +23,7 @@ from raypp.errors import RayppError, RequestError
 from raypp.grammar.grammar_threads import Advance, CompileJob, GrammarBackend, MaskJob, SlowMaskJob
 from raypp.grammar.text_grammar import TextGrammar
 from raypp.messages import NO_INT32S, NO_STEP, Int32s, MaskUpdate
-from raypp.scheduler.request import Request, RequestUpdate
+from raypp.request import Request, RequestUpdate
 
 MASK_TIMEOUT_S = 20.0
 """A mask takes microseconds. One that takes this long is of a grammar that grows worse with every token."""

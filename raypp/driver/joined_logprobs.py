@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypp.messages import NO_BYTES, Bytes, Int32s, OutputLogprobs, TokenLogprobs, pack_inside
-from raypp.scheduler.request import LogprobRows
+from raypp.request import LogprobRows
 
 _NOTHING = TokenLogprobs(np.empty((0, 1), np.int32), np.empty((0, 1), np.float32), np.empty(0, np.int32))
 

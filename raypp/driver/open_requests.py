@@ -17,8 +17,8 @@ import numpy as np
 
 from raypp.errors import RequestError
 from raypp.prompt_items import EncoderItem, PromptItems
+from raypp.request import Request
 from raypp.request_memory import RequestMemory
-from raypp.scheduler.request import Request
 
 _SMALL_ARRAY_BYTES = 1 << 14
 """A smaller array is copied from its message: it may be a corner of a buffer of zmq, and would keep that in memory."""
@@ -80,9 +80,9 @@ class OpenRequests:
                 got=request.request_id,
                 expected="an id of its own",
             )
-        items = None if request.items is None else _without_buffers(request.items)
-        is_new = not request.num_earlier_tokens
-        request.items = self._memory.add(request, request.request_id, request.prompt_token_ids, items, is_new=is_new)
+        if request.items is not None:
+            request.items = _without_buffers(request.items)
+        request.items = self._memory.add(request, request, is_new=not request.num_earlier_tokens)
         self._of_client.setdefault(request.client, {})[request.request_id] = request
 
     def remove(self, request: Request) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from raypp.driver.joined_logprobs import pack_logprobs
 from raypp.messages import OutputBatch
-from raypp.scheduler.request import LogprobRows, Request, RequestUpdate
+from raypp.request import LogprobRows, Request, RequestUpdate
 from raypp.types import FinishReason
 
 HOLD_S = 0.05

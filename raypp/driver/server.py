@@ -25,7 +25,6 @@ import zmq
 
 from raypp.client_messages import (
     AbortRequests,
-    AddRequest,
     AddRequests,
     Alive,
     ClientMessage,
@@ -47,7 +46,7 @@ from raypp.driver.open_requests import OpenRequests
 from raypp.driver.outbox import Outbox
 from raypp.driver.stage_health import StageHealth
 from raypp.errors import QueueFullError, RayppError, RequestError
-from raypp.scheduler.request import Request, RequestUpdate
+from raypp.request import Request, RequestUpdate
 from raypp.types import FinishReason
 
 _COST_PER_TURN = 12.0
@@ -127,7 +126,6 @@ class DriverServer:
         self._requests = requests
         self._work: deque[Iterator[float]] = deque()  # begun for clients; each yields what its last piece has cost
         self._aborted: list[RequestUpdate] = []  # what clients are still to be told
-        self._eos_token_ids: dict[tuple[int, ...], frozenset[int]] = {}  # mostly one: a set for each request is large
         self._gone: set[bytes] = set()  # clients to be forgotten
         self._wakeup_out, self._wakeup_in = socket.socketpair()
         self._wakeup_in.setblocking(False)
@@ -253,34 +251,18 @@ class DriverServer:
             case CloseClient():
                 yield from self._abort_all(self._close(client))
 
-    def _add(self, client: bytes, added: AddRequest) -> None:
-        eos_token_ids = self._eos_token_ids.setdefault(added.eos_token_ids, frozenset(added.eos_token_ids))
-        request = Request(
-            request_id=added.request_id,
-            prompt_token_ids=added.prompt_token_ids,
-            params=added.params,
-            seed=added.seed,
-            eos_token_ids=eos_token_ids,
-            bad_word_token_ids=added.bad_word_token_ids,
-            priority=added.priority,
-            goes_first=added.goes_first,
-            items=added.items,
-            cache_salt=added.cache_salt,
-            client=client,
-            handle=added.handle,
-            is_streamed=added.is_streamed,
-            output_token_ids=added.output_token_ids.tolist(),
-        )
+    def _add(self, client: bytes, request: Request) -> None:
+        request.client = client
         try:
             self._requests.admit(request)
         except (QueueFullError, RequestError) as error:
-            self._send(client, Rejected(added.handle, error))
+            self._send(client, Rejected(request.handle, error))
             return
         try:
             self._engine.add(request)
         except RequestError as error:
             self._requests.remove(request)
-            self._send(client, Rejected(added.handle, error))
+            self._send(client, Rejected(request.handle, error))
 
     def _send_outputs(self) -> None:
         aborted, self._aborted = self._aborted, []

@@ -25,8 +25,8 @@ from raypp.models.sizes import layer_prefix, layer_sizes, linear_modules
 from raypp.ops.attention import AttentionBatch
 from raypp.plan.cost_model import StepCosts, parts_of
 from raypp.plan.engine_plan import EnginePlan
+from raypp.request import Request
 from raypp.sampling_params import SamplingParams
-from raypp.scheduler.request import Request
 from raypp.scheduler.scheduler import Scheduler
 from raypp.stage.build_stage import allocate_kv_caches, build_stage_model, configure_torch
 from raypp.stage.schemas import StageSchemas

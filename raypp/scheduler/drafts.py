@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypp.messages import StepResult
+from raypp.request import DraftCounts
 from raypp.scheduler.cohorts import Cohort
 from raypp.scheduler.in_flight import InFlightStep
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.scheduler.scheduler_stats import DraftCounts
 from raypp.scheduler.step_cost import RooflineCost
 
 _MEMORY = 0.9

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from raypp.errors import RequestError
+from raypp.request import Request
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
 from raypp.types import FinishReason
 

@@ -10,8 +10,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from raypp.messages import NO_BYTES, NO_STEP, Bytes, StartExtras, StartItems, StepPlan, pack_inside
 from raypp.prompt_items import keys_to_array
+from raypp.request import Request
 from raypp.scheduler.in_flight import Chunk, InFlightStep
-from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
 
 _MAX_INT32 = 2**31 - 1

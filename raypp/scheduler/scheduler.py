@@ -16,6 +16,7 @@ from dataclasses import asdict
 
 from raypp.errors import RayppError, RequestError
 from raypp.messages import StepPlan, StepResult
+from raypp.request import Request, RequestUpdate
 from raypp.scheduler.cohorts import Cohort
 from raypp.scheduler.decode_rows import DecodeChooser
 from raypp.scheduler.drafts import DraftControl, DraftPolicy, FixedDrafts
@@ -26,7 +27,6 @@ from raypp.scheduler.kv_blocks import KvBlocks
 from raypp.scheduler.limits import MAX_MASK_WAIT_US, STEPS_PER_COHORT, SchedulerLimits
 from raypp.scheduler.plan_builder import build_plan
 from raypp.scheduler.prefill import PrefillChooser
-from raypp.scheduler.request import Request, RequestUpdate
 from raypp.scheduler.request_state import NO_ROW, RequestState
 from raypp.scheduler.running import RunningRequests
 from raypp.scheduler.scheduler_stats import Counters, SchedulerStats

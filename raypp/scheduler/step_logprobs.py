@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 from raypp.messages import StepLogprobs, StepResult, TokenLogprobs, unpack
-from raypp.scheduler.request import LogprobRows, RequestUpdate
+from raypp.request import LogprobRows, RequestUpdate
 from raypp.scheduler.request_state import RequestState
 
 

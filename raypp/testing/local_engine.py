@@ -18,7 +18,7 @@ from raypp.messages import Int32s
 from raypp.models.config import ModelConfig
 from raypp.plan.engine_plan import EnginePlan
 from raypp.prompt_items import PromptItems
-from raypp.scheduler.request import Request, RequestUpdate
+from raypp.request import Request, RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
 from raypp.scheduler.scheduler_stats import SchedulerStats
 from raypp.stage.build_stage import StageFactory, allocate_kv_caches, build_stage_model

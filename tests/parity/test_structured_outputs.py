@@ -24,7 +24,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.errors import RequestError
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.scheduler.request import Request
+from raypp.request import Request
 from raypp.specdec.eagle import EagleProposer
 from raypp.specdec.proposer import DraftingRows, Drafts, Followed, VerifiedStep
 from raypp.testing import LocalEngine

@@ -10,11 +10,11 @@ import torch
 from raypp.messages import StepPlan, pack, unpack
 from raypp.ops.row_tokens import NewTokens, RowTokens
 from raypp.ops.sample.tables import Needs
+from raypp.request import Request
 from raypp.scheduler.cohorts import Cohort
 from raypp.scheduler.ending import end_token_ids
 from raypp.scheduler.in_flight import Chunk, InFlightStep
 from raypp.scheduler.plan_builder import build_plan
-from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
 from raypp.stage.sampler import Sampler
 from raypp.stage.stage_spec import StageSpec

@@ -13,7 +13,7 @@ from raypp.messages import MaskUpdate, StepPlan
 from raypp.ops.sample.adjust import adjusted
 from raypp.ops.sample.step_masks import FREE, StepMasks, YieldedTokens, hold
 from raypp.ops.sample.tables import Asked, Needs
-from raypp.scheduler.request import Request
+from raypp.request import Request
 from raypp.stage.grammar_masks import GrammarMasks, body_mark
 from raypp.stage.step_shape import StepShape, uniform_shape
 from raypp.starting_rows import StartingRows

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from raypp.encoder.encoded_item import EncodedItem
 from raypp.messages import NO_BYTES, StepPlan
 from raypp.prompt_items import EncoderItem, PromptItems
+from raypp.request import Request
 from raypp.scheduler.plan_builder import pack_start_items
-from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
 from raypp.stage.step_items import ItemRows, ItemStore, carried_rows, place_items, received_deepstack
 from raypp.stage.step_shape import StepShapes, uniform_shape

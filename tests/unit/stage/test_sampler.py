@@ -17,8 +17,8 @@ from transformers import TopPLogitsWarper
 from raypp.ops.row_tokens import NewTokens
 from raypp.ops.sample.draw import draw_scores
 from raypp.ops.sample.tables import Needs
+from raypp.request import Request
 from raypp.scheduler.ending import end_token_ids
-from raypp.scheduler.request import Request
 from raypp.starting_rows import StartingRows
 from raypp.types import SamplingParams
 
