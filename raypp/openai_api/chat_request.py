@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -173,7 +174,7 @@ class ChatRequest(CompletionFields):
                 param="top_logprobs",
             )
         given.setdefault("max_tokens", max_model_len)
-        given["shown_special_tokens"] = syntax.shown_tokens(calls=self._tool_use() is not None)
+        given["shown_special_tokens"] = syntax.shown_tokens(calls=self.tool_use is not None)
         with naming_form(self.form_param):
             return make_sampling_params(given, max_model_len)
 
@@ -184,36 +185,25 @@ class ChatRequest(CompletionFields):
             syntax: How the model writes thoughts, and what its template reads.
 
         Raises:
-            RequestError: as `template_kwargs` does, or values that contradict each other.
+            RequestError: an argument of the rendering itself among those for the template, no thoughts from a model
+                that cannot do without, or values that contradict each other.
         """
+        kwargs = self._own_kwargs(syntax)
+        for name in sorted(_NOT_FOR_TEMPLATES & kwargs.keys()):
+            raise RequestError(
+                f"chat_template_kwargs must not have {name}",
+                got=repr(kwargs[name])[:80],
+                expected="values that the model's chat template reads",
+                param="chat_template_kwargs",
+            )
+        if self.tool_use is not None:
+            kwargs["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools or tools_of(self.functions)]
         return Rendering(
-            chat_template_kwargs=self.template_kwargs(syntax),
+            chat_template_kwargs=kwargs,
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
             add_special_tokens=bool(self.add_special_tokens),
         )
-
-    def template_kwargs(self, syntax: MessageSyntax = PLAIN_SYNTAX) -> dict[str, Any]:
-        """Return what the chat template gets besides the messages.
-
-        Args:
-            syntax: How the model writes thoughts, and what its template reads.
-
-        Raises:
-            RequestError: an argument of the rendering itself, or no thoughts from a model that cannot do without.
-        """
-        given = self.chat_template_kwargs or {}
-        for name in sorted(_NOT_FOR_TEMPLATES & given.keys()):
-            raise RequestError(
-                f"chat_template_kwargs must not have {name}",
-                got=repr(given[name])[:80],
-                expected="values that the model's chat template reads",
-                param="chat_template_kwargs",
-            )
-        kwargs = {**self._effort_kwargs(syntax, given), **given}
-        if self._tool_use() is not None:
-            kwargs["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools or tools_of(self.functions)]
-        return kwargs
 
     def parser(self, syntax: MessageSyntax, *, begun: str = "") -> MessageParser:
         """Return a parser for one of the answers.
@@ -222,7 +212,7 @@ class ChatRequest(CompletionFields):
             syntax: How the model writes thoughts and calls.
             begun: What the prompt has begun of the syntax; see `thoughts.begun_in`.
         """
-        use = self._tool_use()
+        use = self.tool_use
         return MessageParser(
             thoughts=syntax.thoughts,
             calls=None if use is None else syntax.calls,
@@ -233,11 +223,11 @@ class ChatRequest(CompletionFields):
             schemas={} if use is None else {tool.function.name: tool.function.parameters or {} for tool in use.tools},
         )
 
-    def _effort_kwargs(self, syntax: MessageSyntax, given: dict[str, Any]) -> dict[str, Any]:
-        """Return what `reasoning_effort` says to the chat template."""
-        effort = self.reasoning_effort
+    def _own_kwargs(self, syntax: MessageSyntax) -> dict[str, Any]:
+        """Return what `chat_template_kwargs` and `reasoning_effort` say to the chat template."""
+        given, effort = self.chat_template_kwargs or {}, self.reasoning_effort
         if effort is None:
-            return {}
+            return dict(given)
         kwargs: dict[str, Any] = {"reasoning_effort": effort} if syntax.reads("reasoning_effort") else {}
         if effort == "none" and syntax.reads("enable_thinking"):
             kwargs["enable_thinking"] = False
@@ -249,13 +239,19 @@ class ChatRequest(CompletionFields):
                 hint="leave reasoning_effort out; thoughts come apart from the answer, as reasoning_content",
                 param="reasoning_effort",
             )
-        return kwargs
+        return kwargs | given
 
     @property
     def _has_functions(self) -> bool:
         return self.functions is not None or self.function_call is not None
 
-    def _tool_use(self) -> ToolUse | None:
+    @cached_property
+    def tool_use(self) -> ToolUse | None:
+        """The tools that the answer may use; None when it may use none.
+
+        Raises:
+            RequestError: a choice that the tools do not have, or tools in both of their forms.
+        """
         if not self._has_functions:
             return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         if self.tools is not None or self.tool_choice is not None:
@@ -268,7 +264,7 @@ class ChatRequest(CompletionFields):
         return function_use(self.functions, self.function_call)
 
     def _form(self, syntax: MessageSyntax, begun: str) -> AnswerForm:
-        use = self._tool_use()
+        use = self.tool_use
         if use is not None and syntax.calls is None:
             raise RequestError(
                 "the tool call syntax of this model is unknown",
@@ -278,7 +274,7 @@ class ChatRequest(CompletionFields):
                 param="tools",
             )
         wanted = self.response_format
-        may_think = syntax.has_thoughts and self.template_kwargs(syntax).get("enable_thinking") is not False
+        may_think = syntax.has_thoughts and self._own_kwargs(syntax).get("enable_thinking") is not False
         is_thinking = is_thought(begun, syntax.thoughts)
         return AnswerForm(
             schema=None if wanted is None else response_schema(wanted.type, wanted.json_schema),

@@ -120,3 +120,4 @@ class PreparedCompletion:
 
 
 Prepared = PreparedChat | PreparedCompletion
+AnyPrepared = Prepared | RetoldChat

@@ -163,12 +163,13 @@ def _sampling_fields(routes: str) -> dict[str, Any]:
 if TYPE_CHECKING:
 
     class _SamplingFields(BodyModel):
-        pass
+        seed: int | None = None
 
     class _CompletionSamplingFields(BodyModel):
-        n: int | None
-        max_tokens: int | None
-        prompt_logprobs: int | None
+        n: int | None = None
+        max_tokens: int | None = None
+        prompt_logprobs: int | None = None
+
 else:
     _SamplingFields = create_model("_SamplingFields", __base__=BodyModel, **_sampling_fields("all"))
     _CompletionSamplingFields = create_model(

@@ -15,18 +15,15 @@ from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.from_outputs import ResponseHead
 from raypp.openai_api.prepared import Prepared
-from raypp.openai_api.request_fields import OpenAIModel, RequestFields
+from raypp.openai_api.request_fields import RequestFields
 from raypp.openai_api.response_answer import PreparedResponse
 from raypp.openai_api.response_object import ResponseObject
 from raypp.openai_api.response_request import ResponseRequest
 from raypp.openai_api.responses import ChatCompletion, Completion
-from raypp.types import RequestOutput
 from serve_app.chunks import ChunkWriter
 from serve_app.client_connection import (
     ClientGoneError,
-    Events,
     EventStream,
-    TellError,
     client_gone_response,
     given_request_id,
     while_connected,
@@ -36,7 +33,6 @@ from serve_app.error_answers import AsciiJSONResponse, documented, event_stream
 from serve_app.json_route import json_route
 from serve_app.message_events import MessageEventWriter
 from serve_app.response_events import ResponseEventWriter
-from serve_app.runner import Job
 from serve_app.typed_events import TypedEventWriter
 
 _ERRORS = documented(400, 401, 404, 413, 429, 500, 503, 504)
@@ -108,36 +104,19 @@ async def _answer(
     num_prompts = len(body.prompts()) if isinstance(body, CompletionRequest) else 1
     context.admission.check(num_prompts, body.num_continuations)
     prepared = await prepare(body)
-    head = _head(prefix, body, request, context)
-    job = Job(head.id, prepared.prompts, prepared.params, body.priority or 0, body.form_param)
-    if body.stream:
-        writer = make_writer(head, prepared)
-        return await _stream(context, request, writer.events(context.runner.run(job)), writer.failure)
-    return await _whole(context, request, job, partial(prepared.response, head))
-
-
-async def _whole(
-    context: AppContext, request: Request, job: Job, answer: Callable[[list[RequestOutput]], OpenAIModel]
-) -> Response:
-    """Return the answer to a request that is not streamed."""
+    # The answer's name is the client's own, in the body or as X-Request-Id, else a new one.
+    name = body.request_id or given_request_id(request.headers)
+    head = ResponseHead.new(prefix, context.model_name, name)
     try:
-        outputs = await while_connected(request.receive, context.runner.complete(job))
+        if body.stream:  # it begins when the request is admitted: what it is refused for is still told by a status
+            writer = make_writer(head, prepared)
+            events = writer.events(context.runner.run(body, prepared, head.id))
+            keep_alive_s = context.settings.stream_keep_alive_s
+            return await EventStream.opened(request.receive, events, keep_alive_s, writer.failure)
+        outputs = await while_connected(request.receive, context.runner.complete(body, prepared, head.id))
     except ClientGoneError:
         return client_gone_response()
-    return AsciiJSONResponse(answer(outputs).model_dump())
-
-
-async def _stream(context: AppContext, request: Request, events: Events, tell_error: TellError) -> Response:
-    """Return a stream that begins when the request is admitted: what it is refused for is still told by a status."""
-    try:
-        return await EventStream.opened(request.receive, events, context.settings.stream_keep_alive_s, tell_error)
-    except ClientGoneError:
-        return client_gone_response()
-
-
-def _head(prefix: str, body: RequestFields, request: Request, context: AppContext) -> ResponseHead:
-    """Return the answer's name: the client's own, in the body or as X-Request-Id, else a new one."""
-    return ResponseHead.new(prefix, context.model_name, body.request_id or given_request_id(request.headers))
+    return AsciiJSONResponse(prepared.response(head, outputs).model_dump())
 
 
 def _ok(model: type[Any], events: str = _CHUNKS) -> dict[str, Any]:
