@@ -44,8 +44,7 @@ from raypp.driver.engine_loop import Engine
 from raypp.driver.failure_reports import FailureReports
 from raypp.driver.grammars import Grammars
 from raypp.driver.item_encoders import ItemEvent
-from raypp.driver.open_requests import OpenRequests
-from raypp.driver.server import DriverServer, open_client_socket, spare_the_collector
+from raypp.driver.server import DriverServer, OpenRequests, open_client_socket, spare_the_collector
 from raypp.driver.stage_health import StageHealth
 from raypp.grammar.grammar_threads import Job
 from raypp.grammar.vocabulary import Vocabulary

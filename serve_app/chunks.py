@@ -3,21 +3,84 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from raypp.errors import RayppError
-from raypp.openai_api.from_outputs import ResponseHead, reason_of
-from raypp.openai_api.logprob_answers import TextLogprobs, chat_logprobs, prompt_logprobs
+from raypp.openai_api.anthropic_answer import MessageBlocks, MessageDeltaUsage, PreparedMessage
+from raypp.openai_api.error_bodies import describe_error
+from raypp.openai_api.from_outputs import (
+    Prepared,
+    PreparedChat,
+    PreparedCompletion,
+    ResponseHead,
+    TextLogprobs,
+    chat_logprobs,
+    prompt_logprobs,
+    reason_of,
+)
 from raypp.openai_api.message_parser import MessageDelta, MessageParser
-from raypp.openai_api.prepared import Prepared, PreparedChat, PreparedCompletion
 from raypp.openai_api.request_fields import StreamOptions
+from raypp.openai_api.response_answer import Event, FaultCode, PreparedResponse, ResponseFault, ResponseObject
 from raypp.openai_api.responses import PromptLogprobs
 from raypp.types import CompletionOutput, RequestOutput
-from serve_app.client_connection import error_event
+from serve_app.client_connection import error_event, message_error_event, typed_event
+
+
+class TypedEventWriter(ABC):
+    """Writes the events of one answer."""
+
+    def __init__(self, parser: MessageParser) -> None:
+        """Write nothing yet.
+
+        Args:
+            parser: Of the answer.
+        """
+        self._parser = parser
+        self._num_events = 0
+        self._num_chars = 0
+
+    async def events(self, outputs: Outputs) -> AsyncGenerator[str, None]:
+        """Yield the whole stream. An error on the way is told in the stream and ends it.
+
+        Raises:
+            RayppError: before anything was yielded.
+        """
+        try:
+            async with aclosing(outputs):
+                async for _, output in outputs:
+                    if events := self._new_in(output):
+                        yield events
+        except RayppError as error:
+            if not self._num_events:
+                raise
+            yield self.failure(error)
+
+    @abstractmethod
+    def failure(self, error: RayppError) -> str:
+        """Return the events with which an error ends the stream."""
+
+    @abstractmethod
+    def _new_in(self, output: RequestOutput) -> str:
+        """Return the events of what is new in the output."""
+
+    def _read(self, completion: CompletionOutput) -> MessageDelta:
+        """Return what is new of the message."""
+        new = completion.text[self._num_chars :]
+        self._num_chars = len(completion.text)
+        return self._parser.feed(new, is_last=completion.finish_reason is not None)
+
+    def _written(self, events: Iterable[dict[str, Any]]) -> str:
+        return "".join(map(self._event, events))
+
+    def _event(self, event: dict[str, Any]) -> str:
+        self._num_events += 1
+        return typed_event(event)
+
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
@@ -160,3 +223,104 @@ class ChunkWriter:
 
 def _plain(by_position: PromptLogprobs) -> list[dict[str, Any] | None]:
     return [at and {token_id: entry.model_dump() for token_id, entry in at.items()} for at in by_position]
+
+
+class MessageEventWriter(TypedEventWriter):
+    """Writes the events of one message, from `message_start` to `message_stop`."""
+
+    def __init__(self, head: ResponseHead, prepared: PreparedMessage) -> None:
+        """Write nothing yet.
+
+        Args:
+            head: The answer's name.
+            prepared: What the engine was asked for.
+        """
+        super().__init__(prepared.chat.make_parser())
+        self._head = head
+        self._prepared = prepared
+        self._blocks = MessageBlocks()
+
+    def failure(self, error: RayppError) -> str:
+        """Return the event with which an error ends the stream."""
+        return message_error_event(error)
+
+    def _new_in(self, output: RequestOutput) -> str:
+        events = ""
+        if not self._num_events:
+            begun = self._answer(output) | {"stop_reason": None, "stop_sequence": None}
+            events = self._written([{"type": "message_start", "message": begun}])
+        events += self._written(self._blocks.add(self._read(output.outputs[0])))
+        if output.outputs[0].finish_reason is not None:
+            events += self._written(self._blocks.end())
+            ended = self._answer(output)
+            delta = {name: ended[name] for name in ("stop_reason", "stop_sequence", "stop_details", "container")}
+            usage = {name: ended["usage"][name] for name in MessageDeltaUsage.model_fields}
+            told = {"type": "message_delta", "delta": delta, "usage": usage}
+            events += self._written([told, {"type": "message_stop"}])
+        return events
+
+    def _answer(self, output: RequestOutput) -> dict[str, Any]:
+        """Return the answer without its blocks, which the events before have told."""
+        return self._prepared.answer(self._head, output, self._parser, []).model_dump()
+
+
+_FINAL = {"completed": "completed", "incomplete": "incomplete", "failed": "failed", "cancelled": "failed"}
+"""The event that ends a stream, by the response's status."""
+_CODES: Mapping[str, FaultCode] = {
+    "invalid_request_error": "invalid_prompt",
+    "rate_limit_error": "rate_limit_exceeded",
+}
+"""A response's own words for the types of errors."""
+
+
+class ResponseEventWriter(TypedEventWriter):
+    """Writes the events of one response, numbered from 0. The last one holds the response as it is without a stream."""
+
+    def __init__(self, head: ResponseHead, prepared: PreparedResponse) -> None:
+        """Write nothing yet.
+
+        Args:
+            head: The response's name.
+            prepared: What the engine was asked for.
+        """
+        super().__init__(prepared.chat.make_parser())
+        self._head = head
+        self._prepared = prepared
+        self._items = prepared.items()
+        self._num_tokens = 0  # whose log-probabilities were told
+
+    def failure(self, error: RayppError) -> str:
+        """Return the events with which an error ends the stream."""
+        _, body = describe_error(error)
+        begin = "" if self._num_events else self._begin()
+        ended = self._written(self._items.end(is_complete=False)) if self._items.items else ""
+        fault = ResponseFault(code=_CODES.get(body.error.type, "server_error"), message=body.error.message)
+        return begin + ended + self._final(self._prepared.failed(self._head, self._items, fault))
+
+    def _new_in(self, output: RequestOutput) -> str:
+        [completion] = output.outputs
+        delta = self._read(completion)
+        events = "" if self._num_events else self._begin()
+        if delta:
+            events += self._written(self._items.add(delta, self._logprobs(completion) if delta.content else []))
+        if completion.finish_reason is not None:
+            is_complete = completion.finish_reason == "stop"
+            events += self._written(self._items.end(is_complete=is_complete, logprobs=self._logprobs(completion)))
+            events += self._final(self._prepared.ended(self._head, self._items, output))
+        return events
+
+    def _logprobs(self, completion: CompletionOutput) -> list[dict[str, Any]]:
+        """Return those of the tokens that are new since they were last told."""
+        told, self._num_tokens = self._num_tokens, len(completion.token_ids)
+        return self._prepared.logprobs(completion, told)
+
+    def _begin(self) -> str:
+        response = self._prepared.begun(self._head).model_dump()
+        kinds = ("response.created", "response.in_progress")
+        return self._written({"type": kind, "response": response} for kind in kinds)
+
+    def _final(self, response: ResponseObject) -> str:
+        return self._written([{"type": f"response.{_FINAL[response.status]}", "response": response.model_dump()}])
+
+    def _event(self, event: Event) -> str:
+        return super()._event({**event, "sequence_number": self._num_events})

@@ -8,11 +8,10 @@ from typing import Any, Literal, Protocol
 from raypp.api.async_llm import AsyncLLM
 from raypp.config.http_settings import HttpSettings
 from raypp.openai_api.body_preparer import BodyPreparer
-from serve_app.admission import Admission
 from serve_app.error_answers import UnknownModelError
 from serve_app.live import LiveFeed
 from serve_app.metrics import EngineMetrics
-from serve_app.runner import RequestRunner
+from serve_app.runner import Admission, RequestRunner
 
 Question = Literal["exposition", "load", "reset_prefix_cache"]
 """What a replica asks of all: see `OwnAnswers`."""

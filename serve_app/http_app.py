@@ -23,22 +23,15 @@ import raypp
 from raypp.api.async_llm import AsyncLLM
 from raypp.config.http_settings import HttpSettings
 from raypp.openai_api.body_preparer import BodyPreparer
-from serve_app.admission import Admission, AdmissionLimits
 from serve_app.context import AppContext, Question, Siblings
 from serve_app.error_answers import AsciiJSONResponse, add_error_handlers
-from serve_app.json_route import IGNORED_HEADER
 from serve_app.live import LiveFeed
 from serve_app.metrics import EngineMetrics
-from serve_app.middleware import ApiKeys, BodyLimit, HeadsOfGets, RequestCounter
-from serve_app.pictures import OpenGate, PictureGate
-from serve_app.reading_gate import ReadingGate
-from serve_app.routes.control import control_routes
+from serve_app.middleware import IGNORED_HEADER, ApiKeys, BodyLimit, HeadsOfGets, RequestCounter
 from serve_app.routes.generation import generation_routes
-from serve_app.routes.models import model_routes
-from serve_app.routes.page import PAGE_PATHS, page_routes
-from serve_app.routes.status import status_routes
+from serve_app.routes.status import PAGE_PATHS, control_routes, model_routes, page_routes, status_routes
 from serve_app.routes.tokens import token_routes
-from serve_app.runner import RequestRunner
+from serve_app.runner import Admission, AdmissionLimits, OpenGate, PictureGate, ReadingGate, RequestRunner
 
 OPEN_PATHS = PAGE_PATHS | {"/health", "/ping", "/ready", "/version", "/metrics", "/load", "/openapi.json"}
 """What needs no key: the page, and what orchestrators and monitors ask for."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -16,7 +17,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from raypp.types import RequestOutput
-from serve_app.vllm_metrics import VllmSeries
 
 _LABELS = ("model", "replica")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -342,3 +342,48 @@ def merge(expositions: Sequence[str]) -> str:
             elif line not in explanations.setdefault(family, []):
                 explanations[family].append(line)
     return "".join(f"{line}\n" for family in samples for line in explanations.get(family, []) + samples[family])
+
+
+VLLM_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "raypp_requests_running": ("num_requests_running",),
+        "raypp_requests_waiting": ("num_requests_waiting",),
+        "raypp_kv_usage_ratio": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+        "raypp_preemptions": ("num_preemptions",),
+        "raypp_prompt_tokens": ("prompt_tokens",),
+        "raypp_generated_tokens": ("generation_tokens",),
+        "raypp_prefix_query_tokens": ("prefix_cache_queries", "gpu_prefix_cache_queries"),
+        "raypp_prefix_hit_tokens": ("prefix_cache_hits", "gpu_prefix_cache_hits"),
+        "raypp_draft_tokens": ("spec_decode_num_draft_tokens",),
+        "raypp_accepted_tokens": ("spec_decode_num_accepted_tokens",),
+        "raypp_time_to_first_token_seconds": ("time_to_first_token_seconds",),
+        "raypp_inter_token_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+        "raypp_time_per_output_token_seconds": ("request_time_per_output_token_seconds",),
+        "raypp_request_seconds": ("e2e_request_latency_seconds",),
+        "raypp_queue_seconds": ("request_queue_time_seconds",),
+        "raypp_request_prompt_tokens": ("request_prompt_tokens",),
+        "raypp_request_output_tokens": ("request_generation_tokens",),
+        "raypp_requests_finished": ("request_success",),
+    }
+)
+"""vLLM's names, without `vllm:`, by raypp's."""
+
+_VLLM_LABELS = {"model": "model_name", "replica": "engine", "reason": "finished_reason"}
+
+
+class VllmSeries(Collector):
+    """Families of another collector, renamed; those that vLLM does not have are left out."""
+
+    def __init__(self, own: Collector) -> None:
+        self._own = own
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families that both have, under each of vLLM's names."""
+        for family in self._own.collect():
+            for name in VLLM_NAMES.get(family.name, ()):
+                renamed = Metric(f"vllm:{name}", family.documentation, family.type)
+                for sample in family.samples:
+                    labels = {_VLLM_LABELS.get(label, label): value for label, value in sample.labels.items()}
+                    full_name = renamed.name + sample.name.removeprefix(family.name)
+                    renamed.samples.append(sample._replace(name=full_name, labels=labels))
+                yield renamed

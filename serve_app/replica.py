@@ -22,14 +22,76 @@ from raypp.config.log import log_to_stderr
 from raypp.errors import RayppError
 from serve_app.context import Question
 from serve_app.encoder import ServedPictures
-from serve_app.freed_memory import give_back_freed_memory
 from serve_app.http_app import OwnAnswers, make_context, make_http_app, model_names, stats_if_alive
 from serve_app.metrics import EngineMetrics
-from serve_app.pictures import OpenGate, PictureGate
-from serve_app.ray_metrics import RayMetrics
+from serve_app.runner import OpenGate, PictureGate
 
 if TYPE_CHECKING:
     from raypp.stage.build_stage import StageFactory  # imports torch
+
+
+import ctypes
+from collections.abc import Iterable
+
+from prometheus_client.core import Metric
+from prometheus_client.samples import Sample
+from ray.util.metrics import Counter, Gauge
+
+
+class RayMetrics:
+    """Passes series on to Ray, under their own names and labels.
+
+    Ray's histograms only take one value at a time. The counts by bucket, the number and the sum of a histogram are
+    gauges there: `histogram_quantile(0.9, rate(ray_..._bucket[1m]))` reads them all the same.
+    """
+
+    def __init__(self) -> None:
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._told: dict[tuple[str, ...], float] = {}  # of each counter's series: its value when Ray was told last
+
+    def tell(self, families: Iterable[Metric]) -> None:
+        """Tell Ray how all series stand."""
+        for family in families:
+            for sample in family.samples:
+                if sample.name.endswith("_created"):  # when a series began: nobody asks
+                    continue
+                if family.type == "counter":
+                    self._count(sample, family.documentation)
+                else:
+                    self._set(sample, family.documentation)
+
+    def _count(self, sample: Sample, what: str) -> None:
+        key = (sample.name, *sample.labels.values())
+        told = self._told.get(key, 0.0)
+        grown = sample.value - (told if sample.value >= told else 0.0)  # a new engine begins at zero
+        if grown > 0:
+            if sample.name not in self._counters:
+                self._counters[sample.name] = Counter(sample.name, what, tuple(sample.labels))
+            self._counters[sample.name].inc(grown, sample.labels)
+            self._told[key] = sample.value
+
+    def _set(self, sample: Sample, what: str) -> None:
+        if sample.name not in self._gauges:
+            self._gauges[sample.name] = Gauge(sample.name, what, tuple(sample.labels))
+        self._gauges[sample.name].set(sample.value, sample.labels)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_LARGE_BYTES = 1 << 20
+
+
+def give_back_freed_memory() -> None:
+    """Have glibc unmap large blocks when they are freed.
+
+    By itself it raises its limit for such blocks, up to 32 MiB, as soon as one is freed; those that it then keeps lie
+    between others and are seldom given back. Other C libraries are left as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES)
+
 
 _SIBLING_TIMEOUT_S = 5.0
 

@@ -9,15 +9,13 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from raypp.api.exit_hook import ExitHook
+from raypp.api.conversation import Rendering, RenderingOptions
 from raypp.api.frontend import Frontend
-from raypp.api.launch import Launch, Model, OpenEngine, launch_on_ray, open_engine
-from raypp.api.per_request import Params, Priority
+from raypp.api.launch import ExitHook, Launch, Model, OpenEngine, launch_on_ray, open_engine
 from raypp.api.picture_prompts import EncodedPrompt
-from raypp.api.rendering import Rendering, RenderingOptions
+from raypp.api.prepare import Params, Priority
 from raypp.api.running_request import PreparedRequest
-from raypp.api.timeline import Timeline
-from raypp.api.timeline_reader import read_timeline
+from raypp.api.timeline import Timeline, read_timeline
 from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError, StageDiedError

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from raypp.api.notebook import close_replaced_engines
 from raypp.api.prepare import RequestPreparer
 from raypp.api.tokenizer import Tokenizer
 from raypp.config.chat_template import read_chat_template
@@ -25,6 +24,110 @@ from raypp.supervision.recovery import EngineWatcher, Recovery
 
 if TYPE_CHECKING:
     from raypp.stage.build_stage import StageFactory  # imports torch
+
+
+import ast
+import atexit
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import runtime_checkable
+
+
+class ExitHook:
+    """Ends what an owner has open: when called, when nobody holds the owner any more, or at exit; once.
+
+    A forked child inherits the hook and the owner, but neither the threads nor the connections behind them: there it
+    does nothing.
+    """
+
+    def __init__(self, owner: object, end: Callable[[], object]) -> None:
+        """Begin to watch the owner.
+
+        Args:
+            owner: Whose end is waited for.
+            end: What to do then. It must not hold the owner.
+        """
+        self._finalizer = weakref.finalize(owner, _end_in_process, os.getpid(), end)
+        self._pid = os.getpid()
+        # Not the finalizer's own exit hook: that one may run after Ray's, with nothing left to talk to.
+        self._finalizer.atexit = False
+        atexit.register(self._finalizer)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a fork of the one that opened it."""
+        return os.getpid() != self._pid
+
+    def __call__(self) -> None:
+        """Do it now. Later calls do nothing."""
+        atexit.unregister(self._finalizer)
+        self._finalizer()
+
+
+def _end_in_process(pid: int, end: Callable[[], object]) -> None:
+    if os.getpid() == pid:
+        end()
+
+
+@runtime_checkable
+class Replaceable(Protocol):
+    """An engine as a notebook holds it."""
+
+    def close_when_replaced(self) -> None:
+        """Close, from any thread, without waiting for an event loop."""
+
+
+def close_replaced_engines() -> None:
+    """Close the engines whose names the running cell assigns. Outside of a notebook there are none."""
+    shell = _shell()
+    if shell is None:
+        return
+    for engine in engines_replaced_by(_running_cell(shell), shell.user_ns):
+        engine.close_when_replaced()
+
+
+def engines_replaced_by(source: str, namespace: Mapping[str, object]) -> list[Replaceable]:
+    """Return the engines that a cell assigns anew.
+
+    Args:
+        source: The cell's.
+        namespace: What its names mean before it runs.
+    """
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # it ran, so this is not Python of the kind that binds names
+        return []
+    found: dict[int, Replaceable] = {}
+    for name in _assigned_names(tree):
+        value = namespace.get(name)
+        if isinstance(value, Replaceable) and not isinstance(value, type):
+            found[id(value)] = value
+    return list(found.values())
+
+
+def _assigned_names(tree: ast.Module) -> Iterable[str]:
+    """Yield the names that the cell itself binds; what its functions and classes bind inside is theirs."""
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        waiting.extend(ast.iter_child_nodes(node))
+
+
+def _shell() -> Any:
+    """Return IPython's shell if this process is one."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+
+
+def _running_cell(shell: Any) -> str:
+    inputs = shell.history_manager.input_hist_parsed  # magics are Python calls here; the running cell is the last
+    return str(inputs[-1]) if inputs else ""
+
 
 _LOG = logging.getLogger(__name__)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -11,21 +12,117 @@ from typing import Any, TypeVar
 import numpy as np
 
 from raypp.api.check_params import BadWords, ParamsChecker
-from raypp.api.context_length import check_context_length, context_length_error
-from raypp.api.conversation import plain_conversation
-from raypp.api.per_request import Params, Priority, check_listed, params_per_request, priorities
-from raypp.api.per_request import request_ids as ids_per_request
-from raypp.api.picture_prompts import EncodedPrompt, PicturePrompts
-from raypp.api.prompt_forms import PROMPT_FORMS, PromptForm, read_prompt
-from raypp.api.rendering import PLAIN_RENDERING, Rendering
-from raypp.api.running_request import PreparedRequest
-from raypp.api.tokenizer import ChatMessage, Tokenizer
+from raypp.api.conversation import PLAIN_RENDERING, Rendering, plain_conversation
+from raypp.api.picture_prompts import PROMPT_FORMS, EncodedPrompt, PicturePrompts, PromptForm, read_prompt
+from raypp.api.running_request import COMPLETION_SEPARATOR, PreparedRequest
+from raypp.api.tokenizer import ChatMessage, Tokenizer, check_context_length, context_length_error
 from raypp.errors import RequestError
 from raypp.messages import NO_INT32S, Int32s
 from raypp.pictures.content import has_pictures
 from raypp.pictures.reader import PictureReader
 from raypp.request import Request
 from raypp.types import Prompt, SamplingParams
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+Priority = int | Sequence[int] | None
+
+_NO_PRIORITY = "left out, it is 0"
+
+
+def check_listed(given: object, expected: str) -> None:
+    """Refuse what is not a list of things.
+
+    Raises:
+        RequestError: it is not.
+    """
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise RequestError(
+            "not a list",
+            got=f"{repr(given)[:80]} ({type(given).__name__})",
+            expected=expected,
+            hint="a single one goes into a list, too",
+        )
+
+
+def request_ids_of(given: Sequence[str] | None, num_requests: int) -> list[str]:
+    """Return an id per request, made up when none are given.
+
+    Raises:
+        RequestError: they are not that many different names.
+    """
+    if given is None:
+        return [f"req-{uuid.uuid4().hex}" for _ in range(num_requests)]
+    check_listed(given, "a list of names")
+    ids = list(given)
+    for request_id in ids:
+        if not isinstance(request_id, str) or not request_id or COMPLETION_SEPARATOR in request_id:
+            raise RequestError(
+                "a request_id is not a name",
+                got=repr(request_id)[:80],
+                expected="a non-empty str without NUL characters",
+                hint="leave it out, and one is generated",
+            )
+    if len(ids) != num_requests or len(set(ids)) != num_requests:
+        raise RequestError(
+            "request_ids do not fit the prompts",
+            got=repr(ids)[:80],
+            expected=f"{num_requests} different ones",
+            hint="leave them out, and they are generated",
+        )
+    return ids
+
+
+def params_per_request(params: Params, num_requests: int, default: SamplingParams) -> list[SamplingParams]:
+    """Return parameters per request, `default` when none are given.
+
+    Raises:
+        RequestError: they are of another kind, or not as many.
+    """
+    listed: Iterable[SamplingParams]
+    if params is None or isinstance(params, SamplingParams):
+        listed = [params or default] * num_requests
+    elif isinstance(params, Sequence):
+        listed = params
+    else:
+        listed = [params]
+    result = list(listed)
+    for param in result:
+        if not isinstance(param, SamplingParams):
+            raise RequestError(
+                "sampling parameters of the wrong type",
+                got=repr(param)[:80],
+                expected="SamplingParams",
+                hint="SamplingParams(**values) makes them of a dict",
+            )
+    if len(result) != num_requests:
+        raise RequestError(
+            "sampling parameters do not fit the prompts",
+            got=f"{len(result)} for {num_requests} prompts",
+            expected="one SamplingParams for all, or one per prompt",
+            hint="a single SamplingParams, not in a list, serves all",
+        )
+    return result
+
+
+def priorities(given: Priority, num_requests: int) -> list[int]:
+    """Return a priority per request, 0 when none are given.
+
+    Raises:
+        RequestError: they are no numbers, or not as many.
+    """
+    expected = "an integer from -2**31 to 2**31 - 1 for all, or one per prompt; smaller is served first"
+    listed = [given or 0] * num_requests if given is None or isinstance(given, int) else given
+    if not isinstance(listed, Sequence) or isinstance(listed, str) or len(listed) != num_requests:
+        raise RequestError(
+            "priorities do not fit the prompts", got=repr(given)[:80], expected=expected, hint=_NO_PRIORITY
+        )
+    for priority in listed:
+        if not isinstance(priority, int) or isinstance(priority, bool) or not -(2**31) <= priority < 2**31:
+            raise RequestError(
+                "a priority is not a number", got=repr(priority)[:80], expected=expected, hint=_NO_PRIORITY
+            )
+    return list(listed)
+
 
 T = TypeVar("T")
 
@@ -97,7 +194,7 @@ class RequestPreparer:
             RequestError: the first that cannot be run.
         """
         check_listed(prompts, f"a list of prompts, each {PROMPT_FORMS}")
-        ids = ids_per_request(request_ids, len(prompts))
+        ids = request_ids_of(request_ids, len(prompts))
         all_params = params_per_request(params, len(prompts), self._default_params)
         named_forms = [
             (request_id, prompt if isinstance(prompt, EncodedPrompt) else read_prompt(prompt, request_id))
@@ -128,7 +225,7 @@ class RequestPreparer:
             RequestError: the first that cannot be run.
         """
         check_listed(conversations, _CONVERSATION_FORM)
-        ids = ids_per_request(request_ids, len(conversations))
+        ids = request_ids_of(request_ids, len(conversations))
         all_params = params_per_request(params, len(conversations), self._default_params)
         for conversation in conversations:
             _check_conversation(conversation)

@@ -18,9 +18,11 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import zmq
 
 from raypp.client_messages import (
@@ -39,15 +41,138 @@ from raypp.client_messages import (
     encode_driver_message,
 )
 from raypp.driver.channel_pipeline import ChannelPipeline
-from raypp.driver.draft_log import DraftLog
 from raypp.driver.engine_loop import Engine
 from raypp.driver.failure_reports import BLAME_S, FailureReports, Witness
-from raypp.driver.open_requests import OpenRequests
 from raypp.driver.outbox import Outbox
 from raypp.driver.stage_health import StageHealth
 from raypp.errors import QueueFullError, RayppError, RequestError
+from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.request import Request, RequestUpdate
+from raypp.request_memory import RequestMemory
+from raypp.scheduler.scheduler_stats import SchedulerStats
 from raypp.types import FinishReason
+
+_SMALL_ARRAY_BYTES = 1 << 14
+"""A smaller array is copied from its message: it may be a corner of a buffer of zmq, and would keep that in memory."""
+
+
+class OpenRequests:
+    """Requests by client and id.
+
+    Args:
+        max_bytes: What prompts and requests may take; see `RequestMemory`.
+        max_pixel_bytes: What their images may.
+    """
+
+    def __init__(self, *, max_bytes: int, max_pixel_bytes: int) -> None:
+        self._memory = RequestMemory(max_bytes=max_bytes, max_pixel_bytes=max_pixel_bytes)
+        self._of_client: dict[bytes, dict[str, Request]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """That unfinished requests take, without pixels."""
+        return self._memory.num_bytes
+
+    @property
+    def num_pixel_bytes(self) -> int:
+        """Of the images of unfinished requests."""
+        return self._memory.num_pixel_bytes
+
+    @property
+    def clients(self) -> Iterable[bytes]:
+        """The clients that are there."""
+        return self._of_client
+
+    def __contains__(self, client: bytes) -> bool:
+        return client in self._of_client
+
+    def open_client(self, client: bytes) -> None:
+        """Take in a client; one that is known stays as it is."""
+        self._of_client.setdefault(client, {})
+
+    def close_client(self, client: bytes) -> list[Request]:
+        """Forget a client; return its requests, which count until they are removed."""
+        return list(self._of_client.pop(client, {}).values())
+
+    def find(self, client: bytes, request_id: str) -> Request | None:
+        """Return a client's unfinished request; None if there is none of this id."""
+        return self._of_client.get(client, {}).get(request_id)
+
+    def admit(self, request: Request) -> None:
+        """Count a new request. Its images become those that are kept already, where they are the same.
+
+        Raises:
+            QueueFullError: there is no room for it now, and no engine has begun it.
+            RequestError: there never is, or the client has an unfinished one of the same id.
+        """
+        if self.find(request.client, request.request_id) is not None:
+            raise RequestError(
+                "a request with this id is unfinished",
+                request_id=request.request_id,
+                got=request.request_id,
+                expected="an id of its own",
+            )
+        if request.items is not None:
+            request.items = _without_buffers(request.items)
+        request.items = self._memory.add(request, request, is_new=not request.num_earlier_tokens)
+        self._of_client.setdefault(request.client, {})[request.request_id] = request
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that has ended; one that was forgotten already is ignored."""
+        if self._memory.remove(request):
+            of_client = self._of_client.get(request.client, {})
+            if of_client.get(request.request_id) is request:
+                del of_client[request.request_id]
+
+
+def _without_buffers(items: PromptItems) -> PromptItems:
+    return replace(items, items=tuple(map(_without_buffer, items.items)))
+
+
+def _without_buffer(item: EncoderItem) -> EncoderItem:
+    if item.patches.nbytes >= _SMALL_ARRAY_BYTES:
+        return item
+    return replace(item, patches=np.array(item.patches))
+
+
+_LOG = logging.getLogger(__name__)
+_INTERVAL_S = 10.0
+
+
+class DraftLog:
+    """Logs, at most every ten seconds, what became of the drafts since the last line; nothing when there were none."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+        self._last: SchedulerStats | None = None
+
+    def note(self, stats: SchedulerStats, now_s: float) -> None:
+        """Take in the engine's figures at a monotonic time, seconds."""
+        if now_s < self._next_s:
+            return
+        last, self._last, self._next_s = self._last, stats, now_s + _INTERVAL_S
+        drafted = stats.num_draft_tokens - (last.num_draft_tokens if last else 0)
+        if not drafted:
+            return
+        accepted = stats.num_accepted_tokens - (last.num_accepted_tokens if last else 0)
+        rows = stats.num_verified_rows - (last.num_verified_rows if last else 0)
+        rates = [
+            f"{_since(last.accepted_by_position if last else [], stats.accepted_by_position, place) / count:.2f}"
+            for place in range(len(stats.drafted_by_position))
+            if (count := _since(last.drafted_by_position if last else [], stats.drafted_by_position, place))
+        ]
+        _LOG.info(
+            "speculation: %d drafts, %.0f %% accepted, %.2f tokens per row and step; by position %s",
+            drafted,
+            100 * accepted / drafted,
+            1 + accepted / rows,
+            " ".join(rates),
+        )
+
+
+def _since(before: list[int], now: list[int], place: int) -> int:
+    return now[place] - (before[place] if before else 0)
+
 
 _COST_PER_TURN = 12.0
 """What one turn does for clients while steps are in flight: 1 for a message, for a request that comes, for one that is

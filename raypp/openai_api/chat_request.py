@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from raypp.api.rendering import Rendering
+from raypp.api.conversation import Rendering
 from raypp.errors import RequestError
 from raypp.openai_api.answer_form import AnswerForm, response_schema
 from raypp.openai_api.chat_messages import Message, TextPart, conversation_of
@@ -23,8 +26,7 @@ from raypp.openai_api.request_fields import (
     make_sampling_params,
     naming_form,
 )
-from raypp.openai_api.syntax import PLAIN_SYNTAX, MessageSyntax
-from raypp.openai_api.thoughts import is_thought
+from raypp.openai_api.syntax import PLAIN_SYNTAX, MessageSyntax, is_thought
 from raypp.openai_api.tools import (
     FunctionDefinition,
     FunctionName,
@@ -36,6 +38,33 @@ from raypp.openai_api.tools import (
     tools_of,
 )
 from raypp.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class DerivedChat:
+    """A chat, and where in the body it comes from."""
+
+    request: ChatRequest
+    origins: Sequence[str]
+    """The field that each of its messages comes from."""
+    params: Mapping[str, str]
+    """A chat's fields, and what they are called in the body, where that differs."""
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Let errors about the chat name the fields of the body that it was made of."""
+        try:
+            yield
+        except RequestError as error:
+            if error.param is not None:
+                error.param = self._own_param(error.param)
+            raise
+
+    def _own_param(self, param: str) -> str:
+        if message := re.match(r"messages\[(\d+)\]", param):
+            return self.origins[int(message[1])]
+        return self.params.get(param, param)
+
 
 _NOT_FOR_TEMPLATES = frozenset(
     {

@@ -13,14 +13,12 @@ from raypp.openai_api.anthropic_answer import MessageAnswer, MessageErrorRespons
 from raypp.openai_api.anthropic_request import MessagesFields, MessagesRequest
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
-from raypp.openai_api.from_outputs import ResponseHead
-from raypp.openai_api.prepared import Prepared
+from raypp.openai_api.from_outputs import Prepared, ResponseHead
 from raypp.openai_api.request_fields import RequestFields
-from raypp.openai_api.response_answer import PreparedResponse
-from raypp.openai_api.response_object import ResponseObject
+from raypp.openai_api.response_answer import PreparedResponse, ResponseObject
 from raypp.openai_api.response_request import ResponseRequest
 from raypp.openai_api.responses import ChatCompletion, Completion
-from serve_app.chunks import ChunkWriter
+from serve_app.chunks import ChunkWriter, MessageEventWriter, ResponseEventWriter, TypedEventWriter
 from serve_app.client_connection import (
     ClientGoneError,
     EventStream,
@@ -30,10 +28,7 @@ from serve_app.client_connection import (
 )
 from serve_app.context import AppContext
 from serve_app.error_answers import AsciiJSONResponse, documented, event_stream
-from serve_app.json_route import json_route
-from serve_app.message_events import MessageEventWriter
-from serve_app.response_events import ResponseEventWriter
-from serve_app.typed_events import TypedEventWriter
+from serve_app.middleware import json_route
 
 _ERRORS = documented(400, 401, 404, 413, 429, 500, 503, 504)
 _MESSAGE_ERRORS = documented(400, 401, 404, 413, 429, 500, 503, 504, model=MessageErrorResponse)

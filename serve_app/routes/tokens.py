@@ -14,7 +14,7 @@ from raypp.openai_api.request_fields import BodyModel, Entries, OpenAIModel
 from raypp.openai_api.tools import Tool
 from serve_app.context import AppContext
 from serve_app.error_answers import documented
-from serve_app.json_route import json_route
+from serve_app.middleware import json_route
 
 _ERRORS = documented(400, 401, 404, 413, 429, 500, 503)
 

@@ -18,7 +18,7 @@ from answer_comparison import Comparison
 from handing_over import Answer, Asked, MortalEngines
 from request_kinds import requests_of_all_kinds, requests_with_pictures, tokenizer
 
-from raypp.api.output_logprobs import logprobs_per_request
+from raypp.api.running_request import logprobs_per_request
 from raypp.client_messages import (
     AddRequests,
     EngineDead,

@@ -8,9 +8,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from raypp.api.handing_over import messages_of_begun
 from raypp.api.poison_requests import PoisonDetector
-from raypp.api.running_request import PreparedRequest, RunningRequest
+from raypp.api.running_request import PreparedRequest, RunningRequest, messages_of_begun
 from raypp.api.tokenizer import Tokenizer
 from raypp.client_messages import encode_client_message
 from raypp.models.registry import resolve_model_path

@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raypp.api.handing_over import messages_of_begun
-from raypp.api.output_logprobs import LogprobLists
-from raypp.api.running_request import PreparedRequest, RunningRequest
+from raypp.api.running_request import LogprobLists, PreparedRequest, RunningRequest, messages_of_begun
 from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.request import Request
 from raypp.types import SamplingParams

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from raypp.api.conversation import Rendering
 from raypp.api.prepare import RequestPreparer
-from raypp.api.rendering import Rendering
 from raypp.api.tokenizer import Tokenizer
 from raypp.errors import ContextLengthError, ModelLoadError, RequestError
 from raypp.models.registry import resolve_model_path

@@ -12,7 +12,7 @@ import pytest
 from fake_engine import FakeEngine
 
 from raypp.api.async_llm import AsyncLLM
-from raypp.api.client import EngineClient
+from raypp.api.engine_connection import EngineClient
 from raypp.api.llm import LLM
 from raypp.api.tokenizer import Tokenizer
 from raypp.client_messages import StatsCall

@@ -8,13 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vocabularies import KINDS, SENTENCEPIECE, WORDS, make_tokenizer
 
-from raypp.api.detokenizer import Detokenizer, TokenPlaces, prompt_places
-from raypp.api.output_logprobs import LogprobLists
-from raypp.api.request_text import RequestText
-from raypp.api.running_request import PreparedRequest, RunningRequest
+from raypp.api.request_text import Detokenizer, RequestText, TokenPlaces, prompt_places
+from raypp.api.running_request import LogprobLists, PreparedRequest, RunningRequest
 from raypp.api.tokenizer import Tokenizer
-from raypp.openai_api.from_outputs import ResponseHead, completion
-from raypp.openai_api.logprob_answers import TokenNames
+from raypp.openai_api.from_outputs import ResponseHead, TokenNames, completion
 from raypp.request import Request
 from raypp.types import FinishReason, Logprob, SamplingParams
 

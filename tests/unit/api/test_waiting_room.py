@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from raypp.api.frontend import WaitingRoom
 from raypp.api.running_request import PreparedRequest, RunningRequest
-from raypp.api.waiting_room import WaitingRoom
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import QueueFullError
 from raypp.request import Request

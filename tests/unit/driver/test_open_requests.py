@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from raypp.driver.open_requests import OpenRequests
+from raypp.driver.server import OpenRequests
 from raypp.errors import QueueFullError, RequestError
 from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.request import Request

@@ -32,8 +32,7 @@ from raypp.client_messages import (
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine_loop import Engine
 from raypp.driver.failure_reports import FailureReports, Witness
-from raypp.driver.open_requests import OpenRequests
-from raypp.driver.server import DriverServer, open_client_socket
+from raypp.driver.server import DriverServer, OpenRequests, open_client_socket
 from raypp.driver.stage_health import StageHealth
 from raypp.errors import QueueFullError, StageDiedError
 from raypp.messages import NO_STEP, OutputBatch, StepPlan, StepResult, pack, unpack

@@ -252,7 +252,7 @@ def test_functions_are_tools() -> None:
 )
 def test_functions_that_contradict_are_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        chat(**fields).rendering().chat_template_kwargs
+        chat(**fields).rendering()
     assert caught.value.param == param
 
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 from raypp.errors import QueueFullError, RequestError
-from serve_app.admission import Admission, AdmissionLimits
+from serve_app.runner import Admission, AdmissionLimits
 
 
 class Clock:

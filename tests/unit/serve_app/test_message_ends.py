@@ -19,23 +19,20 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from raypp.api.picture_prompts import EncodedPrompt
-from raypp.api.running_completion import RunningCompletion
+from raypp.api.running_request import RunningCompletion
 from raypp.messages import NO_INT32S
 from raypp.openai_api.anthropic_answer import PreparedMessage
 from raypp.openai_api.anthropic_request import MessagesRequest
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.error_bodies import decode_json, parse_body
-from raypp.openai_api.from_outputs import ResponseHead
+from raypp.openai_api.from_outputs import PreparedChat, ResponseHead
 from raypp.openai_api.message_parser import MessageParser
-from raypp.openai_api.prepared import PreparedChat
 from raypp.openai_api.response_answer import PreparedResponse
 from raypp.openai_api.response_request import ResponseRequest
 from raypp.openai_api.syntax import MessageSyntax
 from raypp.openai_api.syntaxes import CALL_SYNTAXES, THOUGHT_SYNTAXES
 from raypp.types import FinishReason, RequestMetrics, RequestOutput
-from serve_app.chunks import ChunkWriter
-from serve_app.message_events import MessageEventWriter
-from serve_app.response_events import ResponseEventWriter
+from serve_app.chunks import ChunkWriter, MessageEventWriter, ResponseEventWriter
 
 HELLO = {"role": "user", "content": "hello"}
 SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}, "n": {"type": ["integer", "null"]}}}

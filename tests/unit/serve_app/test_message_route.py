@@ -20,8 +20,8 @@ from raypp.openai_api.anthropic_request import MessagesRequest
 from raypp.openai_api.error_bodies import parse_body
 from raypp.openai_api.from_outputs import ResponseHead
 from raypp.types import RequestOutput
+from serve_app.chunks import MessageEventWriter
 from serve_app.client_connection import KEEP_ALIVE, EventStream
-from serve_app.message_events import MessageEventWriter
 
 SAMPLED = {"temperature": 1.0, "seed": 5, "ignore_eos": True}
 GREEDY = {"temperature": 0.0, "ignore_eos": True}

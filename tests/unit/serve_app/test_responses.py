@@ -20,12 +20,12 @@ from raypp.errors import EngineDeadError
 from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.error_bodies import parse_body
 from raypp.openai_api.from_outputs import ResponseHead
-from raypp.openai_api.response_object import ResponseObject
+from raypp.openai_api.response_answer import ResponseObject
 from raypp.openai_api.response_request import ResponseRequest
 from raypp.testing import FakeStage
 from raypp.types import CompletionOutput, RequestMetrics, RequestOutput
+from serve_app.chunks import ResponseEventWriter
 from serve_app.client_connection import KEEP_ALIVE, EventStream
-from serve_app.response_events import ResponseEventWriter
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 SAMPLED = {"temperature": 1.0, "seed": 5, "ignore_eos": True}
