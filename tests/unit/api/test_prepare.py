@@ -35,10 +35,11 @@ def test_text_and_token_ids_in_order(preparer: RequestPreparer, tokenizer: Token
 
 def test_the_forms_of_a_prompt(preparer: RequestPreparer) -> None:
     text, salted, ids = preparer.prompts(["os", {"prompt": "os", "cache_salt": "me"}, [5, 6]])
-    assert text.prompt_token_ids.tolist() == salted.prompt_token_ids.tolist()
-    assert (text.prompt, salted.prompt, text.cache_salt, salted.cache_salt) == ("os", "os", "", "me")
+    assert text.request.prompt_token_ids.tolist() == salted.request.prompt_token_ids.tolist()
+    assert (text.text, salted.text, text.request.cache_salt, salted.request.cache_salt) == ("os", "os", "", "me")
     [same] = preparer.prompts([{"prompt_token_ids": [5, 6], "cache_salt": "me"}])
-    assert (ids.prompt_token_ids.tolist(), same.prompt_token_ids.tolist(), same.cache_salt) == ([5, 6], [5, 6], "me")
+    assert ids.request.prompt_token_ids.tolist() == same.request.prompt_token_ids.tolist() == [5, 6]
+    assert same.request.cache_salt == "me"
 
 
 def test_drawn_seeds_follow_the_engines_seed(tokenizer: Tokenizer) -> None:
@@ -124,7 +125,7 @@ def test_chat_renders_the_template_once(preparer: RequestPreparer, tokenizer: To
 def test_the_last_message_may_be_continued(preparer: RequestPreparer) -> None:
     conversation = [{"role": "user", "content": "os"}, {"role": "assistant", "content": "impo"}]
     [none] = preparer.chats([conversation], rendering=Rendering(add_generation_prompt=False))
-    assert (none.prompt or "").endswith("impo<|im_end|>\n")
+    assert (none.text or "").endswith("impo<|im_end|>\n")
     continued = Rendering(add_generation_prompt=False, continue_final_message=True)
     assert (preparer.chats([conversation], rendering=continued)[0].text or "").endswith("assistant\nimpo")
     with pytest.raises(RequestError, match="add_generation_prompt=false"):

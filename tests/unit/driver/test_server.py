@@ -71,7 +71,7 @@ class Client:
             0,
             handle=ord(name),
             is_streamed=is_streamed,
-            output_token_ids=np.array(begun, np.int32),
+            output_token_ids=list(begun),
         )
         self.send(AddRequests([request]))
 
