@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -11,8 +12,10 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from raypp.config.engine_config import EngineConfig
 from raypp.config.env import passed_on
-from raypp.config.http_settings import HttpSettings
-from raypp.errors import ModelLoadError
+from raypp.config.http_settings import HttpSettings, http_settings
+from raypp.config.names import SECTION_OF_SETTING, SECTIONS, unknown_name
+from raypp.config.options import value_of
+from raypp.errors import ConfigError, ModelLoadError
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.openai_api.syntaxes import check_parsers
@@ -22,14 +25,6 @@ from serve_app.replica import EngineReplica
 
 if TYPE_CHECKING:
     from raypp.stage.build_stage import StageFactory  # imports torch
-
-
-from collections.abc import Mapping
-
-from raypp.config.http_settings import http_settings
-from raypp.config.names import SECTION_OF_SETTING, SECTIONS, unknown_name
-from raypp.config.options import value_of
-from raypp.errors import ConfigError
 
 
 def split_arguments(arguments: Mapping[str, Any]) -> tuple[EngineConfig, HttpSettings]:

@@ -6,13 +6,18 @@ The app lives in the replica that talks to the driver: no token crosses a deploy
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
+from prometheus_client.core import Metric
+from prometheus_client.samples import Sample
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from ray.util.metrics import Counter, Gauge
 
 from raypp.api.async_llm import AsyncLLM
 from raypp.api.launch import freeze_start
@@ -28,14 +33,6 @@ from serve_app.runner import OpenGate, PictureGate
 
 if TYPE_CHECKING:
     from raypp.stage.build_stage import StageFactory  # imports torch
-
-
-import ctypes
-from collections.abc import Iterable
-
-from prometheus_client.core import Metric
-from prometheus_client.samples import Sample
-from ray.util.metrics import Counter, Gauge
 
 
 class RayMetrics:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import atexit
 import gc
 import logging
 import os
-from collections.abc import Collection, Mapping
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from raypp.api.prepare import RequestPreparer
 from raypp.api.tokenizer import Tokenizer
@@ -24,14 +28,6 @@ from raypp.supervision.recovery import EngineWatcher, Recovery
 
 if TYPE_CHECKING:
     from raypp.stage.build_stage import StageFactory  # imports torch
-
-
-import ast
-import atexit
-import sys
-import weakref
-from collections.abc import Callable, Iterable
-from typing import runtime_checkable
 
 
 class ExitHook:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack
 
 from raypp.api.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from raypp.api.conversation import Rendering, RenderingOptions
@@ -24,12 +27,6 @@ from raypp.types import Prompt, RequestOutput, SamplingParams
 if TYPE_CHECKING:
     from raypp.stage.build_stage import StageFactory  # imports torch
 
-
-import asyncio
-import queue
-import threading
-from collections.abc import Coroutine
-from typing import Generic, TypeVar
 
 T = TypeVar("T")
 

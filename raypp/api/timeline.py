@@ -7,29 +7,26 @@ timeline.bubble_fraction       # 0.12
 
 from __future__ import annotations
 
+import asyncio
 import io
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+import numpy as np
+
+from raypp.api.frontend import Frontend
 from raypp.errors import ConfigError, install
 from raypp.messages import StepForm
 from raypp.models.sizes import WeightReads
+from raypp.plan.hardware import Hardware
 from raypp.scheduler.step_work import StepWork
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-
-import asyncio
-import time
-from collections.abc import Mapping
-
-import numpy as np
-
-from raypp.api.frontend import Frontend
-from raypp.plan.hardware import Hardware
 
 _PAUSE_US = 50_000
 """All stages idle for this long: nothing was asked of the engine, and a new burst begins."""
