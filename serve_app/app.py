@@ -20,7 +20,6 @@ from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.openai_api.syntaxes import check_parsers
 from serve_app.encoder import encoder_deployment
-from serve_app.reload import ENGINE
 from serve_app.replica import EngineReplica
 
 if TYPE_CHECKING:
@@ -62,6 +61,9 @@ def split_arguments(arguments: Mapping[str, Any]) -> tuple[EngineConfig, HttpSet
 def _read(given: Any, annotation: Any) -> Any:
     return value_of(given, annotation) if isinstance(given, str) else given
 
+
+ENGINE = "engine"
+"""The deployment whose replicas own engines."""
 
 _MAX_STARTS = 3
 """What keeps an engine from starting is seldom gone at the next attempt, and each may take minutes."""

@@ -1,4 +1,4 @@
-"""Outputs so far to what is new in them, and that to the chunks of OpenAI's streams."""
+"""What is new in outputs as server-sent events: the chunks of OpenAI's streams, and the typed events of others."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ from raypp.openai_api.request_fields import StreamOptions
 from raypp.openai_api.response_answer import Event, FaultCode, PreparedResponse, ResponseFault, ResponseObject
 from raypp.openai_api.responses import PromptLogprobs
 from raypp.types import CompletionOutput, RequestOutput
-from serve_app.client_connection import error_event, message_error_event, typed_event
+from serve_app.answers import error_event, message_error_event, typed_event
+
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+"""The index of a prompt, and what is new of its outputs; see `AsyncLLM.generate`."""
+
+DONE = "data: [DONE]\n\n"
 
 
-class TypedEventWriter(ABC):
+class EventWriter(ABC):
     """Writes the events of one answer."""
 
-    def __init__(self, parser: MessageParser) -> None:
-        """Write nothing yet.
-
-        Args:
-            parser: Of the answer.
-        """
-        self._parser = parser
-        self._num_events = 0
-        self._num_chars = 0
+    def __init__(self) -> None:
+        """Write nothing yet."""
+        self._told: dict[int, RequestOutput] = {}  # by prompt, all that has come but for the texts
 
     async def events(self, outputs: Outputs) -> AsyncGenerator[str, None]:
         """Yield the whole stream. An error on the way is told in the stream and ends it.
@@ -52,27 +51,58 @@ class TypedEventWriter(ABC):
         """
         try:
             async with aclosing(outputs):
-                async for _, output in outputs:
-                    if events := self._new_in(output):
+                async for prompt_index, output in outputs:
+                    if events := self._new_in(prompt_index, output):
                         yield events
         except RayppError as error:
-            if not self._num_events:
+            if not self._told:
                 raise
             yield self.failure(error)
+            return
+        if end := self._end():
+            yield end
 
     @abstractmethod
     def failure(self, error: RayppError) -> str:
         """Return the events with which an error ends the stream."""
 
     @abstractmethod
-    def _new_in(self, output: RequestOutput) -> str:
-        """Return the events of what is new in the output."""
+    def _new_in(self, prompt_index: int, output: RequestOutput) -> str:
+        """Return the events of what is new in a prompt's outputs."""
 
-    def _read(self, completion: CompletionOutput) -> MessageDelta:
+    def _end(self) -> str:
+        """Return what ends a stream without an error, behind the events of its outputs."""
+        return ""
+
+    def _with_new(self, prompt_index: int, new: RequestOutput) -> RequestOutput:
+        """Return a prompt's outputs so far, tokens and all, but with the texts of the first."""
+        told = self._told.setdefault(prompt_index, new)
+        if told is not new:
+            for one, more in zip(told.outputs, new.outputs, strict=True):
+                one.token_ids += more.token_ids
+                if one.logprobs is not None:
+                    one.logprobs += more.logprobs or ()
+                one.finish_reason, one.stop_reason = more.finish_reason, more.stop_reason
+            told.finished, told.metrics, told.prompt_logprobs = new.finished, new.metrics, new.prompt_logprobs
+        return told
+
+
+class TypedEventWriter(EventWriter):
+    """Writes events that are named by their type."""
+
+    def __init__(self, parser: MessageParser) -> None:
+        """Write nothing yet.
+
+        Args:
+            parser: Of the answer.
+        """
+        super().__init__()
+        self._parser = parser
+        self._num_events = 0
+
+    def _read(self, new: CompletionOutput) -> MessageDelta:
         """Return what is new of the message."""
-        new = completion.text[self._num_chars :]
-        self._num_chars = len(completion.text)
-        return self._parser.feed(new, is_last=completion.finish_reason is not None)
+        return self._parser.feed(new.text, is_last=new.finish_reason is not None)
 
     def _written(self, events: Iterable[dict[str, Any]]) -> str:
         return "".join(map(self._event, events))
@@ -82,24 +112,18 @@ class TypedEventWriter(ABC):
         return typed_event(event)
 
 
-Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
-
-DONE = "data: [DONE]\n\n"
-
-
 @dataclass(slots=True)
 class _Choice:
     """What of one choice has been sent."""
 
     parser: MessageParser | None = None  # of a chat's
-    num_chars: int = 0
     num_tokens: int = 0
     text_logprobs: TextLogprobs | None = None  # of a completion's
     is_begun: bool = False
     is_finished: bool = False
 
 
-class ChunkWriter:
+class ChunkWriter(EventWriter):
     """Writes the chunks of one response as server-sent events.
 
     They are written by hand: a chunk is a few dozen bytes, and a model object for each would cost more than its token.
@@ -113,6 +137,7 @@ class ChunkWriter:
             prepared: What the engine was asked for.
             options: What else the stream holds.
         """
+        super().__init__()
         self._make_parser = prepared.make_parser if isinstance(prepared, PreparedChat) else None
         self._is_echoed = isinstance(prepared, PreparedCompletion) and prepared.echo
         self._shown = prepared.shown
@@ -126,46 +151,28 @@ class ChunkWriter:
         self._with_usage = options is not None and bool(options.include_usage)
         self._with_every_usage = options is not None and bool(options.continuous_usage_stats)
         self._choices: dict[int, _Choice] = {}
-        self._last: dict[int, RequestOutput] = {}
-
-    async def events(self, outputs: Outputs) -> AsyncGenerator[str, None]:
-        """Yield the whole stream, up to [DONE]. An error on the way is told in the stream and ends it.
-
-        Raises:
-            RayppError: before anything was yielded.
-        """
-        try:
-            async with aclosing(outputs):
-                async for prompt_index, output in outputs:
-                    if events := self._new_in(prompt_index, output):
-                        yield events
-        except RayppError as error:
-            if not self._last:
-                raise
-            yield self.failure(error)
-            return
-        if self._with_usage:
-            yield self._chunk("", self._usage_of(list(self._last.values())).model_dump_json())
-        yield DONE
 
     def failure(self, error: RayppError) -> str:
         """Return the event with which an error ends the stream."""
         return error_event(error)
 
     def _new_in(self, prompt_index: int, output: RequestOutput) -> str:
-        """Return the events of what is new in a prompt's outputs."""
-        self._last[prompt_index] = output = self._shown(output)
+        new = self._shown(output)
+        texts = [completion.text for completion in new.outputs]
+        told, first = self._with_new(prompt_index, new), prompt_index * len(texts)
         return "".join(
-            self._event(prompt_index * len(output.outputs) + completion.index, completion, output)
-            for completion in output.outputs
+            self._event(first + completion.index, text, completion, told)
+            for text, completion in zip(texts, told.outputs, strict=True)
         )
 
-    def _event(self, index: int, completion: CompletionOutput, output: RequestOutput) -> str:
+    def _end(self) -> str:
+        usage = self._usage_of(list(self._told.values())).model_dump_json() if self._with_usage else None
+        return (self._chunk("", usage) if usage else "") + DONE
+
+    def _event(self, index: int, text: str, completion: CompletionOutput, output: RequestOutput) -> str:
         if index not in self._choices:
             self._choices[index] = _Choice(None if self._make_parser is None else self._make_parser())
         choice = self._choices[index]
-        text = completion.text[choice.num_chars :]
-        choice.num_chars = len(completion.text)
         is_last = completion.finish_reason is not None
         delta = None if choice.parser is None else choice.parser.feed(text, is_last=is_last)
         has_news = bool(text) if delta is None else bool(delta)
@@ -244,19 +251,20 @@ class MessageEventWriter(TypedEventWriter):
         """Return the event with which an error ends the stream."""
         return message_error_event(error)
 
-    def _new_in(self, output: RequestOutput) -> str:
-        events = ""
+    def _new_in(self, prompt_index: int, output: RequestOutput) -> str:
+        [new] = output.outputs
+        delta, events, told = self._read(new), "", self._with_new(prompt_index, output)
         if not self._num_events:
-            begun = self._answer(output) | {"stop_reason": None, "stop_sequence": None}
+            begun = self._answer(told) | {"stop_reason": None, "stop_sequence": None}
             events = self._written([{"type": "message_start", "message": begun}])
-        events += self._written(self._blocks.add(self._read(output.outputs[0])))
-        if output.outputs[0].finish_reason is not None:
+        events += self._written(self._blocks.add(delta))
+        if new.finish_reason is not None:
             events += self._written(self._blocks.end())
-            ended = self._answer(output)
-            delta = {name: ended[name] for name in ("stop_reason", "stop_sequence", "stop_details", "container")}
+            ended = self._answer(told)
+            fields = {name: ended[name] for name in ("stop_reason", "stop_sequence", "stop_details", "container")}
             usage = {name: ended["usage"][name] for name in MessageDeltaUsage.model_fields}
-            told = {"type": "message_delta", "delta": delta, "usage": usage}
-            events += self._written([told, {"type": "message_stop"}])
+            ending = {"type": "message_delta", "delta": fields, "usage": usage}
+            events += self._written([ending, {"type": "message_stop"}])
         return events
 
     def _answer(self, output: RequestOutput) -> dict[str, Any]:
@@ -297,16 +305,16 @@ class ResponseEventWriter(TypedEventWriter):
         fault = ResponseFault(code=_CODES.get(body.error.type, "server_error"), message=body.error.message)
         return begin + ended + self._final(self._prepared.failed(self._head, self._items, fault))
 
-    def _new_in(self, output: RequestOutput) -> str:
-        [completion] = output.outputs
-        delta = self._read(completion)
+    def _new_in(self, prompt_index: int, output: RequestOutput) -> str:
+        delta, told = self._read(output.outputs[0]), self._with_new(prompt_index, output)
+        [completion] = told.outputs
         events = "" if self._num_events else self._begin()
         if delta:
             events += self._written(self._items.add(delta, self._logprobs(completion) if delta.content else []))
         if completion.finish_reason is not None:
             is_complete = completion.finish_reason == "stop"
             events += self._written(self._items.end(is_complete=is_complete, logprobs=self._logprobs(completion)))
-            events += self._final(self._prepared.ended(self._head, self._items, output))
+            events += self._final(self._prepared.ended(self._head, self._items, told))
         return events
 
     def _logprobs(self, completion: CompletionOutput) -> list[dict[str, Any]]:

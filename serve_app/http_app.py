@@ -5,7 +5,7 @@
                                          routes/                         one file per group of routes
                                          runner.py                       admission, prompts merged, metrics
                                          chunks.py, *_events.py          new outputs as server-sent events
-                                         client_connection.py            ends the work when the client leaves
+                                         answers.py                      errors; ends the work when the client leaves
 
 Tests run it on uvicorn, around an engine in threads.
 """
@@ -23,15 +23,23 @@ import raypp
 from raypp.api.async_llm import AsyncLLM
 from raypp.config.http_settings import HttpSettings
 from raypp.openai_api.body_preparer import BodyPreparer
-from serve_app.context import AppContext, Question, Siblings
-from serve_app.error_answers import AsciiJSONResponse, add_error_handlers
+from serve_app.answers import AsciiJSONResponse, add_error_handlers
 from serve_app.live import LiveFeed
 from serve_app.metrics import EngineMetrics
 from serve_app.middleware import IGNORED_HEADER, ApiKeys, BodyLimit, HeadsOfGets, RequestCounter
-from serve_app.routes.generation import generation_routes
+from serve_app.routes.generation import generation_routes, token_routes
 from serve_app.routes.status import PAGE_PATHS, control_routes, model_routes, page_routes, status_routes
-from serve_app.routes.tokens import token_routes
-from serve_app.runner import Admission, AdmissionLimits, OpenGate, PictureGate, ReadingGate, RequestRunner
+from serve_app.runner import (
+    Admission,
+    AdmissionLimits,
+    AppContext,
+    OpenGate,
+    PictureGate,
+    Question,
+    ReadingGate,
+    RequestRunner,
+    Siblings,
+)
 
 OPEN_PATHS = PAGE_PATHS | {"/health", "/ping", "/ready", "/version", "/metrics", "/load", "/openapi.json"}
 """What needs no key: the page, and what orchestrators and monitors ask for."""

@@ -168,20 +168,20 @@ class RequestWatch:
         self._last: RequestOutput | None = None
 
     def see(self, output: RequestOutput) -> None:
-        """Take in the outputs so far."""
+        """Take in what is new of the outputs."""
         now_s, metrics = time.monotonic(), self._metrics
         if not self._seen:
             metrics._ttft.observe(now_s - self._started_s)
         for completion in output.outputs:
-            num_tokens = len(completion.token_ids)
-            num_seen, last_s = self._seen.get(completion.index, (0, 0.0))
-            if num_tokens > num_seen:
-                self._seen[completion.index] = (num_tokens, now_s)
+            num_seen, last_s = self._seen.get(completion.index, (0, now_s))
+            if num_new := len(completion.token_ids):
+                self._seen[completion.index] = (num_seen + num_new, now_s)
                 if num_seen:
-                    metrics._itl.observe((now_s - last_s) / (num_tokens - num_seen))
+                    metrics._itl.observe((now_s - last_s) / num_new)
         self._last = output
         if output.finished:
-            self._observe_finished(output, now_s - self._started_s)
+            counts = [self._seen.get(index, (0, now_s))[0] for index in range(self._num_sequences)]
+            self._observe_finished(output, counts, now_s - self._started_s)
 
     def see_whole(self, output: RequestOutput, submitted_s: float) -> None:
         """Take in outputs that were not streamed: the engine's client timed them.
@@ -195,7 +195,8 @@ class RequestWatch:
         waited_s = submitted_s - self._started_s
         if times.ttft_s is not None:
             self._metrics._ttft.observe(waited_s + times.ttft_s)
-        self._observe_finished(output, waited_s + times.finish_time_s - times.arrival_time_s)
+        counts = [len(completion.token_ids) for completion in output.outputs]
+        self._observe_finished(output, counts, waited_s + times.finish_time_s - times.arrival_time_s)
 
     def close(self, reason: str = "abort") -> None:
         """Take in that nobody looks at the outputs any more.
@@ -209,7 +210,7 @@ class RequestWatch:
         if num_left := self._num_sequences - len(ended):
             self._metrics.count_end(reason, num_left)
 
-    def _observe_finished(self, output: RequestOutput, seconds: float) -> None:
+    def _observe_finished(self, output: RequestOutput, num_tokens: Iterable[int], seconds: float) -> None:
         metrics = self._metrics
         metrics._e2e.observe(seconds)
         metrics._prompt.observe(len(output.prompt_token_ids))
@@ -217,8 +218,8 @@ class RequestWatch:
             metrics._queue.observe(output.metrics.queue_s)
         if output.metrics.tpot_s is not None:
             metrics._tpot.observe(output.metrics.tpot_s)
-        for completion in output.outputs:
-            metrics._output.observe(len(completion.token_ids))
+        for count in num_tokens:
+            metrics._output.observe(count)
 
 
 class _ProcessSeries(Collector):

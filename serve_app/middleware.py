@@ -22,8 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from raypp.config.http_settings import UnknownFields
 from raypp.openai_api.error_bodies import BodyError, decode_json, parse_body
 from raypp.openai_api.request_fields import BodyModel
-from serve_app.client_connection import client_gone_response
-from serve_app.error_answers import BodyTooLargeError, error_answer, error_response
+from serve_app.answers import BodyTooLargeError, client_gone_response, error_answer, error_response
 
 IGNORED_HEADER = "X-Raypp-Ignored-Fields"
 """Names the fields of a body that had no effect, percent-encoded."""

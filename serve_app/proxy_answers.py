@@ -13,8 +13,15 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raypp.errors import EngineDeadError, RayppError
-from serve_app.client_connection import EventStream, error_event, message_error_event, response_error_event
-from serve_app.error_answers import error_answer, is_anthropic, unhealthy_answer
+from serve_app.answers import (
+    EventStream,
+    error_answer,
+    error_event,
+    is_anthropic,
+    message_error_event,
+    response_error_event,
+    unhealthy_answer,
+)
 from serve_app.prefix_keys import PrefixKeys
 
 ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.proxy_answers:middlewares"}

@@ -25,11 +25,10 @@ from raypp.config.engine_config import EngineConfig
 from raypp.config.http_settings import HttpSettings
 from raypp.config.log import log_to_stderr
 from raypp.errors import RayppError
-from serve_app.context import Question
 from serve_app.encoder import ServedPictures
 from serve_app.http_app import OwnAnswers, make_context, make_http_app, model_names, stats_if_alive
 from serve_app.metrics import EngineMetrics
-from serve_app.runner import OpenGate, PictureGate
+from serve_app.runner import OpenGate, PictureGate, Question
 
 if TYPE_CHECKING:
     from raypp.stage.build_stage import StageFactory  # imports torch

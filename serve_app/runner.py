@@ -8,16 +8,67 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from raypp.api.async_llm import AsyncLLM
+from raypp.config.http_settings import HttpSettings
 from raypp.errors import QueueFullError, RayppError, RequestError
+from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.from_outputs import AnyPrepared
 from raypp.openai_api.request_fields import RequestFields, naming_form
 from raypp.prompt_items import EncoderItem
 from raypp.types import RequestOutput
+from serve_app.answers import UnknownModelError
+from serve_app.live import LiveFeed
 from serve_app.metrics import EngineMetrics, RequestWatch
+
+Question = Literal["exposition", "load", "reset_prefix_cache"]
+"""What a replica asks of all: see `OwnAnswers`."""
+
+
+class Siblings(Protocol):
+    """The replicas behind the same address, this one included."""
+
+    async def ask(self, question: Question) -> list[Any]:
+        """Return every replica's answer."""
+
+
+@dataclass(frozen=True)
+class AppContext:
+    """One engine, and what the routes need to serve it."""
+
+    llm: AsyncLLM
+    settings: HttpSettings
+    metrics: EngineMetrics
+    admission: Admission
+    runner: RequestRunner
+    preparer: BodyPreparer
+    live: LiveFeed
+    siblings: Siblings
+    model_names: tuple[str, ...]
+    takes_images: bool = False
+    created_s: int = field(default=0)  # when the engine was started, seconds since the epoch
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in answers."""
+        return self.model_names[0]
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a request, prompt and output together."""
+        return int(self.llm.model_info["max_model_len"])
+
+    def check_model(self, name: str | None) -> None:
+        """Accept the model's names, and none.
+
+        Raises:
+            UnknownModelError: another name.
+        """
+        if name is not None and name not in self.model_names:
+            raise UnknownModelError(name, self.model_names)
+
 
 _RETRY_AFTER_S = 1
 
@@ -226,7 +277,7 @@ class RequestRunner:
     async def run(
         self, body: RequestFields, prepared: AnyPrepared, request_id: str
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Yield (index of the prompt, its outputs so far) whenever there are new ones, until all have ended.
+        """Yield (index of the prompt, what is new of its outputs) whenever there is anything, until all have ended.
 
         Args:
             body: Of the HTTP request.
@@ -241,7 +292,7 @@ class RequestRunner:
         async with self._admitted(body, prepared) as watches:
             # All are checked before the first one runs.
             streams = [
-                self._llm.generate(prompt, prepared.params, engine_id, priority=body.priority or 0)
+                self._llm.generate(prompt, prepared.params, engine_id, priority=body.priority or 0, deltas=True)
                 for prompt, engine_id in zip(prepared.prompts, _engine_ids(request_id, prepared), strict=True)
             ]
             async with aclosing(_single(streams[0]) if len(streams) == 1 else _merged(streams)) as outputs:

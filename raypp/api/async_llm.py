@@ -110,6 +110,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        deltas: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt; the outputs that come are cumulative. Leaving the iterator early aborts the request.
 
@@ -120,6 +121,7 @@ class AsyncLLM:
             params: How to sample; None: as `get_default_sampling_params` says.
             request_id: Its public id; made up by default.
             priority: Smaller is served first.
+            deltas: Let each output have only the text, the tokens and their log-probabilities that are new in it.
 
         Raises:
             RequestError: it cannot be run.
@@ -131,8 +133,8 @@ class AsyncLLM:
             return self._engine.preparer.prompts(prompts, params, request_ids, priority)
 
         if _has_images([prompt]):
-            return self._stream_beside(partial(self._with_pictures, [prompt], prepare))
-        return self._stream(prepare([prompt]))
+            return self._stream_beside(partial(self._with_pictures, [prompt], prepare), deltas=deltas)
+        return self._stream(prepare([prompt]), deltas=deltas)
 
     def chat(
         self,
@@ -358,14 +360,14 @@ class AsyncLLM:
         pictures = self._engine.pictures
         return prepare(messages) if pictures is None else await pictures.beside.messages(messages, prepare)
 
-    def _stream(self, prepared: list[PreparedRequest]) -> AsyncGenerator[RequestOutput, None]:
-        return self._frontend_here().stream(prepared[0])
+    def _stream(self, prepared: list[PreparedRequest], *, deltas: bool = False) -> AsyncGenerator[RequestOutput, None]:
+        return self._frontend_here().stream(prepared[0], deltas=deltas)
 
     async def _stream_beside(
-        self, prepare: Callable[[], Awaitable[list[PreparedRequest]]]
+        self, prepare: Callable[[], Awaitable[list[PreparedRequest]]], *, deltas: bool = False
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a request that takes its time to be prepared."""
-        async with contextlib.aclosing(self._stream(await prepare())) as outputs:
+        async with contextlib.aclosing(self._stream(await prepare(), deltas=deltas)) as outputs:
             async for output in outputs:
                 yield output
 

@@ -221,8 +221,10 @@ class Frontend:
         """Whether the engine is being started again."""
         return self._recoveries.is_paused and self._death is None
 
-    async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
-        """Run a request and yield its outputs so far, whenever there are new ones. Leaving early aborts it.
+    async def stream(self, prepared: PreparedRequest, *, deltas: bool = False) -> AsyncGenerator[RequestOutput, None]:
+        """Run a request and yield its outputs so far, or what is new of them, whenever there are new ones.
+
+        Leaving early aborts it.
 
         Raises:
             RequestError: it was rejected.
@@ -237,7 +239,7 @@ class Frontend:
                 changed.clear()
                 if request.error is not None:
                     raise request.error
-                output = request.output()  # all that came since the last one, if the caller is slow
+                output = request.output(only_new=deltas)  # all that came since the last one, if the caller is slow
                 yield output
                 if output.finished:
                     return

@@ -169,6 +169,7 @@ class RunningCompletion:
         self._make_stop_scope = make_stop_scope
         self._text = self._empty_text() if streams or params.stop else None
         self._logprobs: list[Logprobs] | None = None if params.logprobs is None else []
+        self._taken = (0, 0)  # characters and tokens that `output` has given as new
         self._logprob_sums = [0.0]  # of the first tokens' log-probabilities
 
     @property
@@ -224,14 +225,17 @@ class RunningCompletion:
             self._text.finish(may_stop=False)
         self._end("abort", None)
 
-    def output(self) -> CompletionOutput:
-        """Return what there is so far."""
+    def output(self, *, only_new: bool = False) -> CompletionOutput:
+        """Return what there is so far; `only_new`: the text and the tokens that are new since the last such call."""
         num_tokens = len(self.token_ids)  # a stop string may have ended it before the last that were reported
-        logprobs = None if self._logprobs is None else self._logprobs[:num_tokens]
+        text = "" if self._text is None else self._text.visible
+        num_chars, first = self._taken if only_new else (0, 0)
+        self._taken = (len(text), num_tokens) if only_new else self._taken
+        logprobs = None if self._logprobs is None else self._logprobs[first:num_tokens]
         return CompletionOutput(
             index=self.index,
-            text=self._text.visible if self._text is not None else "",
-            token_ids=self.token_ids.copy(),
+            text=text[num_chars:],
+            token_ids=self.token_ids[first:],
             cumulative_logprob=None if logprobs is None else self._logprob_sums[num_tokens],
             logprobs=logprobs,
             finish_reason=self.finish_reason,
@@ -407,13 +411,13 @@ class RunningRequest:
         self.error = error
         self._on_change(self)
 
-    def output(self) -> RequestOutput:
-        """Return what there is so far."""
+    def output(self, *, only_new: bool = False) -> RequestOutput:
+        """Return what there is so far; `only_new`: of the continuations, what is new since the last such call."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prepared.text,
             prompt_token_ids=self._prompt_token_ids,
-            outputs=[completion.output() for completion in self.completions],
+            outputs=[completion.output(only_new=only_new) for completion in self.completions],
             finished=self.is_ended,
             metrics=self._metrics(),
             prompt_logprobs=None if self._prompt_logprobs is None else self._prompt_logprobs.copy(),

@@ -14,10 +14,9 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 import raypp
 from raypp.errors import RayppError
 from raypp.openai_api.request_fields import OpenAIModel
-from serve_app.client_connection import EventStream
-from serve_app.context import AppContext
-from serve_app.error_answers import documented, event_stream, recovering_answer, unhealthy_answer
+from serve_app.answers import EventStream, documented, event_stream, recovering_answer, unhealthy_answer
 from serve_app.metrics import merge
+from serve_app.runner import AppContext
 
 
 class Health(OpenAIModel):

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from deltas import deltas_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -157,12 +158,8 @@ def output_of(completion: RunningCompletion) -> RequestOutput:
 def streamed(writer: Any, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
     """Return the events that a writer makes of them."""
 
-    async def given() -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        for output in outputs:
-            yield 0, output
-
     async def written() -> str:
-        return "".join([event async for event in writer.events(given())])
+        return "".join([event async for event in writer.events(deltas_of(outputs))])
 
     found = re.findall(r"^data: (\{.*)$", asyncio.run(written()), re.MULTILINE)
     return [decode_json(event.encode()) for event in found]
