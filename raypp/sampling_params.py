@@ -19,10 +19,25 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self, get_type_hints
 
-from raypp import request_limits as limits
 from raypp.errors import RequestError
 from raypp.nearest_name import refusing_unknown
 from raypp.structured_outputs import as_structured_outputs
+
+# What one request may bring at most, where the model sets no limit: the engine keeps rare parameters in tables that are
+# as wide as the widest request, and every new piece of text is searched for stop strings.
+MAX_CONTINUATIONS = 16_384
+MAX_BIASED_TOKENS = 1_024
+MAX_END_TOKENS = 64
+"""Stop tokens and the model's end-of-sequence tokens together."""
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_CHARS = 1_024
+MAX_CACHE_SALT_CHARS = 1_024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 1_024
+MAX_BAD_WORD_SPELLINGS = 256
+"""Most words have two: at the beginning of a text and after a space."""
+MAX_BAD_WORD_TOKENS = 64
+"""Tokens of one spelling: the last stage remembers that many."""
 
 MAX_NUMBER = 1e30
 """What float32 holds with room to spare."""
@@ -109,10 +124,10 @@ class SamplingParams:
         int,
         Parameter(
             kind="integer",
-            expected=f"an integer from 1 to {limits.MAX_CONTINUATIONS:,}",
+            expected=f"an integer from 1 to {MAX_CONTINUATIONS:,}",
             hint="continuations per prompt",
             low=1,
-            high=limits.MAX_CONTINUATIONS,
+            high=MAX_CONTINUATIONS,
             http="Continuations per prompt.",
             http_routes="completions",
             http_high=128,
@@ -267,7 +282,7 @@ class SamplingParams:
             hint="allowed_token_ids and bad_words take tokens out of the choice altogether",
             low=-_MAX_BIAS,
             high=_MAX_BIAS,
-            most=limits.MAX_BIASED_TOKENS,
+            most=MAX_BIASED_TOKENS,
             most_hint="allowed_token_ids takes any number of tokens out of the choice",
             http="Token id (as text, since JSON has no other keys) to what is added to its logit.",
             http_low=-100,
@@ -295,9 +310,9 @@ class SamplingParams:
             kind="words",
             expected="words with something else than spaces",
             hint="leave it out for none",
-            most=limits.MAX_BAD_WORDS,
+            most=MAX_BAD_WORDS,
             most_hint="logit_bias and allowed_token_ids keep single tokens from being drawn",
-            most_chars=limits.MAX_BAD_WORD_CHARS,
+            most_chars=MAX_BAD_WORD_CHARS,
             http="Never generate these.",
             option="never complete it; may be repeated",
             option_name="--bad-word",
@@ -348,9 +363,9 @@ class SamplingParams:
             kind="strings",
             expected="non-empty strings",
             hint="leave it out for none",
-            most=limits.MAX_STOP_STRINGS,
+            most=MAX_STOP_STRINGS,
             most_hint="look for further ones in the text that comes back",
-            most_chars=limits.MAX_STOP_STRING_CHARS,
+            most_chars=MAX_STOP_STRING_CHARS,
             http="The text ends before the first of these.",
             option="end before this text; may be repeated",
         ),
@@ -362,7 +377,7 @@ class SamplingParams:
             kind="token ids",
             expected="token ids",
             hint="leave it out for none",
-            most=limits.MAX_END_TOKENS,
+            most=MAX_END_TOKENS,
             most_hint="look for further ones among the tokens that come back",
             http="The text ends with the first of these tokens.",
             option="end with this token; may be repeated",

@@ -19,8 +19,7 @@ from raypp.errors import ConfigError, ModelLoadError
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.openai_api.syntaxes import check_parsers
-from serve_app.encoder import encoder_deployment
-from serve_app.replica import EngineReplica
+from serve_app.replica import EngineReplica, encoder_deployment
 
 if TYPE_CHECKING:
     from raypp.stage.build_stage import StageFactory  # imports torch

@@ -24,8 +24,7 @@ from raypp.api.async_llm import AsyncLLM
 from raypp.config.http_settings import HttpSettings
 from raypp.openai_api.body_preparer import BodyPreparer
 from serve_app.answers import AsciiJSONResponse, add_error_handlers
-from serve_app.live import LiveFeed
-from serve_app.metrics import EngineMetrics
+from serve_app.metrics import EngineMetrics, LiveFeed
 from serve_app.middleware import IGNORED_HEADER, ApiKeys, BodyLimit, HeadsOfGets, RequestCounter
 from serve_app.routes.generation import generation_routes, token_routes
 from serve_app.routes.status import PAGE_PATHS, control_routes, model_routes, page_routes, status_routes

@@ -20,8 +20,7 @@ from raypp.openai_api.request_fields import RequestFields, naming_form
 from raypp.prompt_items import EncoderItem
 from raypp.types import RequestOutput
 from serve_app.answers import UnknownModelError
-from serve_app.live import LiveFeed
-from serve_app.metrics import EngineMetrics, RequestWatch
+from serve_app.metrics import EngineMetrics, LiveFeed, RequestWatch
 
 Question = Literal["exposition", "load", "reset_prefix_cache"]
 """What a replica asks of all: see `OwnAnswers`."""

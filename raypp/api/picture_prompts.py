@@ -19,7 +19,7 @@ from raypp.pictures.content import Content, sources_as_contents, take_pictures
 from raypp.pictures.places import place_pictures
 from raypp.pictures.reader import PictureMarks, PictureReader
 from raypp.prompt_items import PromptItems
-from raypp.request_limits import MAX_CACHE_SALT_CHARS
+from raypp.sampling_params import MAX_CACHE_SALT_CHARS
 
 PROMPT_FORMS = 'a str, a list of token ids, {"prompt": "..."} or {"prompt_token_ids": [...]}'
 _PICTURES, _SALT = "multi_modal_data", "cache_salt"

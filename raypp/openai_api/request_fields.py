@@ -17,8 +17,14 @@ from pydantic_core import PydanticCustomError
 
 from raypp.errors import RequestError
 from raypp.openai_api.foreign_fields import OF_ALL, ForeignField
-from raypp.request_limits import MAX_BIASED_TOKENS, MAX_CACHE_SALT_CHARS
-from raypp.sampling_params import MAX_NUMBER, PARAMETERS, Parameter, SamplingParams
+from raypp.sampling_params import (
+    MAX_BIASED_TOKENS,
+    MAX_CACHE_SALT_CHARS,
+    MAX_NUMBER,
+    PARAMETERS,
+    Parameter,
+    SamplingParams,
+)
 
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 """For a model whose generation_config.json says nothing of sampling."""

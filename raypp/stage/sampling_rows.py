@@ -15,7 +15,7 @@ from raypp.ops.host_to_device import to_device
 from raypp.ops.row_tokens import NO_TOKEN
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
 from raypp.ops.sample.tables import ANY_TOKEN, DrawTables, Needs, RowTables, Widths
-from raypp.request_limits import (
+from raypp.sampling_params import (
     MAX_BAD_WORD_SPELLINGS,
     MAX_BAD_WORD_TOKENS,
     MAX_BIASED_TOKENS,
@@ -154,7 +154,7 @@ class SamplingRows:
 
     def _set(self, table: torch.Tensor, row: int, entries: NDArray[Any]) -> None:
         """Write a row's first entries."""
-        assert len(entries) <= table.shape[1], "no more is accepted, see `raypp.request_limits`"
+        assert len(entries) <= table.shape[1], "no more is accepted, see `raypp.sampling_params`"
         table[row, : len(entries)] = self._upload(entries)
 
     def _upload(self, array: NDArray[np.generic]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from raypp import request_limits as limits
+from raypp import sampling_params as limits
 from raypp.api.async_llm import AsyncLLM
 from raypp.api.llm import LLM
 from raypp.errors import RayppError, RequestError

@@ -15,7 +15,7 @@ import pytest
 from running_app import RunningApp
 
 from raypp.api.async_llm import AsyncLLM
-from serve_app.live import _SHOWN, LiveFeed
+from serve_app.metrics import _SHOWN, LiveFeed
 
 
 def frames_of(http: httpx.Client, count: int) -> list[dict[str, Any]]:
@@ -83,7 +83,7 @@ def test_a_clock_that_is_set_back_hides_nothing(monkeypatch: pytest.MonkeyPatch)
             if len(asked_us) == 3:
                 now_s = 1000.0
 
-    monkeypatch.setattr("serve_app.live.time", SimpleNamespace(time=lambda: now_s, monotonic=time.monotonic))
+    monkeypatch.setattr("serve_app.metrics.time", SimpleNamespace(time=lambda: now_s, monotonic=time.monotonic))
     asyncio.run(look())
     assert asked_us[0] == 4999e6
     assert asked_us[-1] == 1000e6, "what comes after is asked for, not what came before"
