@@ -306,15 +306,9 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_bug)
 
 
-def unhealthy_answer(message: str) -> AsciiJSONResponse:
-    """Return the response of `/health` when the engine cannot serve."""
-    return error_response(503, message, kind="server_error", code="unhealthy", headers=_RETRY_LATER)
-
-
-def recovering_answer() -> AsciiJSONResponse:
-    """Return the response of `/ready` while the engine is started again."""
-    message = "the engine is being started again; requests wait, and go on then"
-    return error_response(503, message, kind="server_error", code="recovering", headers=_RETRY_LATER)
+def unhealthy_answer(message: str, *, code: str = "unhealthy") -> AsciiJSONResponse:
+    """Return the response of `/health` when the engine cannot serve, and of `/ready` when it cannot serve now."""
+    return error_response(503, message, kind="server_error", code=code, headers=_RETRY_LATER)
 
 
 _DESCRIPTIONS = {

@@ -26,7 +26,6 @@ from raypp.openai_api.from_outputs import (
 from raypp.openai_api.message_parser import MessageDelta, MessageParser
 from raypp.openai_api.request_fields import StreamOptions
 from raypp.openai_api.response_answer import Event, FaultCode, PreparedResponse, ResponseFault, ResponseObject
-from raypp.openai_api.responses import PromptLogprobs
 from raypp.types import CompletionOutput, RequestOutput
 from serve_app.answers import error_event, message_error_event, typed_event
 
@@ -185,7 +184,10 @@ class ChunkWriter(EventWriter):
         if completion.finish_reason:
             fields["stop_reason"] = completion.stop_reason
         if not choice.is_begun and output.prompt_logprobs is not None and not self._is_echoed:
-            fields["prompt_logprobs"] = _plain(prompt_logprobs(output.prompt_logprobs))
+            fields["prompt_logprobs"] = [
+                at and {token_id: entry.model_dump() for token_id, entry in at.items()}
+                for at in prompt_logprobs(output.prompt_logprobs)
+            ]
         of_chunk: dict[str, Any] = {}  # a chat's prompt is the whole response's, a completion's that of its choice
         if self._with_token_ids:
             fields["token_ids"] = completion.token_ids[choice.num_tokens :]
@@ -226,10 +228,6 @@ class ChunkWriter(EventWriter):
             choice.text_logprobs = TextLogprobs(self._params, self._names, output, echo=self._is_echoed)
         told = choice.text_logprobs.new_in(completion)
         return None if told is None else told.model_dump()
-
-
-def _plain(by_position: PromptLogprobs) -> list[dict[str, Any] | None]:
-    return [at and {token_id: entry.model_dump() for token_id, entry in at.items()} for at in by_position]
 
 
 class MessageEventWriter(TypedEventWriter):

@@ -100,15 +100,6 @@ class EngineMetrics:
         """The name of the replica whose series these are."""
         return self._names[1]
 
-    def watch(self, started_s: float, num_sequences: int) -> RequestWatch:
-        """Return what observes one prompt's outputs.
-
-        Args:
-            started_s: Monotonic time at which the request came.
-            num_sequences: Continuations of the prompt.
-        """
-        return RequestWatch(self, started_s, num_sequences)
-
     def count_end(self, reason: str, num_sequences: int = 1) -> None:
         """Count sequences that ended."""
         self._ends.labels(*self._names, reason).inc(num_sequences)
@@ -162,7 +153,13 @@ class SeriesView:
 
 
 class RequestWatch:
-    """Observes the outputs of one prompt, streamed (`see`) or whole (`see_whole`), until `close`."""
+    """Observes the outputs of one prompt, streamed (`see`) or whole (`see_whole`), until `close`.
+
+    Args:
+        metrics: What it counts in.
+        started_s: Monotonic time at which the request came.
+        num_sequences: Continuations of the prompt.
+    """
 
     def __init__(self, metrics: EngineMetrics, started_s: float, num_sequences: int) -> None:
         self._metrics = metrics
@@ -415,11 +412,6 @@ class LiveFeed:
         self._period_s = period_s
         self._viewers: set[asyncio.Queue[str]] = set()
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def num_viewers(self) -> int:
-        """How many look."""
-        return len(self._viewers)
 
     async def events(self, num_frames: int | None = None) -> AsyncGenerator[str, None]:
         """Yield frames as server-sent events, without end or as many as asked for."""

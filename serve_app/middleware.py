@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from functools import partial
 from typing import Any
@@ -103,7 +104,22 @@ def _check_headers(request: Request) -> None:
         )
 
 
-class ApiKeys:
+class _HttpLayer(ABC):
+    """What stands around an app, for HTTP alone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what is not HTTP, and answer the rest."""
+        await (self._answer if scope["type"] == "http" else self._app)(scope, receive, send)
+
+    @abstractmethod
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or pass it on."""
+
+
+class ApiKeys(_HttpLayer):
     """Refuses requests that bring no valid key."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Collection[str]) -> None:
@@ -114,14 +130,14 @@ class ApiKeys:
             keys: Of which a request must bring one.
             open_paths: What needs none.
         """
-        self._app = app
+        super().__init__(app)
         self._open_paths = open_paths
         # Digests of equal length: comparing them takes the same time whatever was sent.
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 401."""
-        if scope["type"] != "http" or scope["method"] == "OPTIONS" or _path(scope) in self._open_paths:
+        if scope["method"] == "OPTIONS" or _path(scope) in self._open_paths:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
@@ -147,18 +163,15 @@ class ApiKeys:
         return found
 
 
-class BodyLimit:
+class BodyLimit(_HttpLayer):
     """Refuses bodies that are too large, whether they say so beforehand or not."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
+        super().__init__(app)
         self._max_bytes = max_bytes
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 413."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isdigit() and int(announced) > self._max_bytes:
             await error_answer(BodyTooLargeError(self._max_bytes))(scope, receive, send)
@@ -176,15 +189,12 @@ class BodyLimit:
         await self._app(scope, counted, send)
 
 
-class HeadsOfGets:
+class HeadsOfGets(_HttpLayer):
     """Answers HEAD with the status and the headers that GET has."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and end the answer behind its headers."""
-        if scope["type"] != "http" or scope["method"] != "HEAD":
+        if scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
 
@@ -196,18 +206,15 @@ class HeadsOfGets:
         await self._app({**scope, "method": "GET"}, receive, without_body)
 
 
-class RequestCounter:
+class RequestCounter(_HttpLayer):
     """Counts responses by route and status."""
 
     def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:
-        self._app = app
+        super().__init__(app)
         self._count = count
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and count how it was answered."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
 
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":

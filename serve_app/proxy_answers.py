@@ -68,7 +68,7 @@ class ProxyAnswers:
             message = f"no replica answered within {self._health_timeout_s:g} s: it is being replaced, or overloaded"
             await unhealthy_answer(message)(scope, receive, send)
         elif not answer.has_started:
-            await error_answer(_broken() if answer.is_served else _not_served())(scope, receive, send)
+            await error_answer(_broken(is_served=answer.is_served))(scope, receive, send)
         elif answer.is_unfinished_stream:
             body = answer.last_event(_broken()).encode()
             await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -120,14 +120,9 @@ class _Answer:
         await self._send(message)
 
 
-def _broken() -> EngineDeadError:
-    return EngineDeadError("the replica ended before its answer did", hint="send the request again; /health tells when")
-
-
-def _not_served() -> EngineDeadError:
-    return EngineDeadError(
-        "no application is served: it starts or stops", hint="send the request again; /health tells when"
-    )
+def _broken(*, is_served: bool = True) -> EngineDeadError:
+    ended = "the replica ended before its answer did" if is_served else "no application is served: it starts or stops"
+    return EngineDeadError(ended, hint="send the request again; /health tells when")
 
 
 async def _has_applications(app: ASGIApp, scope: Scope, receive: Receive) -> bool:

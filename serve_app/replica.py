@@ -29,9 +29,9 @@ from raypp.config.log import log_to_stderr
 from raypp.driver.encoder_shares import EncodeCall, EncoderShares
 from raypp.errors import EncoderDiedError, QueueFullError, RayppError
 from raypp.prompt_items import EncoderItem, unique_items
-from serve_app.http_app import OwnAnswers, make_context, make_http_app, model_names, stats_if_alive
+from serve_app.http_app import make_context, make_http_app, model_names, own_answer, stats_if_alive
 from serve_app.metrics import EngineMetrics
-from serve_app.runner import OpenGate, PictureGate, Question
+from serve_app.runner import Question
 
 if TYPE_CHECKING:
     from raypp.stage.build_stage import StageFactory  # imports torch
@@ -145,7 +145,7 @@ async def _which_answer(actors: list[Any]) -> list[bool]:
 
 
 class ServedPictures:
-    """A `PictureGate` in front of the deployment, for one engine.
+    """Passes the images of one engine on to the deployment.
 
     Args:
         handle: Of the deployment.
@@ -291,18 +291,22 @@ class EngineReplica:
         context = serve.get_replica_context()
         name = model_names(config.model.model, settings)[0]
         self._metrics = EngineMetrics(name, context.replica_id.unique_id, as_vllm=settings.vllm_metrics)
-        self._pictures: PictureGate = OpenGate()
+        self._deployment, self._app_name = context.deployment, context.app_name
+        self._encode_ahead = None
         if encoder is not None:
-            self._pictures = ServedPictures(encoder, context.replica_id.unique_id, self._llm.encoder_actors)
-        self._own = OwnAnswers(self._llm, self._metrics)
-        self._siblings = _Replicas(context.deployment, context.app_name, self._own)
+            pictures = ServedPictures(encoder, context.replica_id.unique_id, self._llm.encoder_actors)
+            self._encode_ahead = pictures.pass_on
         if settings.ray_metrics_period_s:
             self._telling = asyncio.create_task(self._tell_ray(settings.ray_metrics_period_s))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the HTTP app. Serve calls this once the constructor is done."""
         context = make_context(
-            self._llm, self._settings, metrics=self._metrics, siblings=self._siblings, pictures=self._pictures
+            self._llm,
+            self._settings,
+            metrics=self._metrics,
+            ask_all=self._ask_all,
+            encode_ahead=self._encode_ahead,
         )
         app = make_http_app(context)
         freeze_start()  # not when the engine started: the app is part of what stays
@@ -338,7 +342,19 @@ class EngineReplica:
 
     async def answer(self, question: Question) -> Any:
         """Return this replica's answer to what one of them asks of all."""
-        return await self._own.answer(question)
+        return await own_answer(self._llm, self._metrics, question)
+
+    async def _ask_all(self, question: Question) -> list[Any]:
+        """Return every replica's answer. One that does not answer, since it starts or ends just now, is left out."""
+        handle = serve.get_deployment_handle(self._deployment, self._app_name)
+        try:
+            answers = await handle.broadcast("answer", question).results_async(
+                timeout_s=_SIBLING_TIMEOUT_S, return_exceptions=True
+            )
+        except (TimeoutError, RuntimeError) as error:
+            logger.warning("the replicas could not be asked (%s): %s", question, error)
+            answers = []
+        return [answer for answer in answers if not isinstance(answer, BaseException)] or [await self.answer(question)]
 
     async def processes(self) -> dict[str, object]:
         """Return the process ids of the replica itself, the driver, the stages and the encoders."""
@@ -356,24 +372,3 @@ class EngineReplica:
             self._telling.cancel()
         if hasattr(self, "_llm"):
             await self._llm.close()
-
-
-class _Replicas:
-    """All replicas of the deployment, this one included."""
-
-    def __init__(self, deployment: str, app_name: str, own: OwnAnswers) -> None:
-        self._deployment = deployment
-        self._app_name = app_name
-        self._own = own
-
-    async def ask(self, question: Question) -> list[Any]:
-        """Return every replica's answer. One that does not answer, since it starts or ends just now, is left out."""
-        handle = serve.get_deployment_handle(self._deployment, self._app_name)
-        try:
-            answers = await handle.broadcast("answer", question).results_async(
-                timeout_s=_SIBLING_TIMEOUT_S, return_exceptions=True
-            )
-        except (TimeoutError, RuntimeError) as error:
-            logger.warning("the replicas could not be asked (%s): %s", question, error)
-            answers = []
-        return [answer for answer in answers if not isinstance(answer, BaseException)] or await self._own.ask(question)

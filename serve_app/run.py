@@ -343,12 +343,13 @@ class _Starting:
     def check(self) -> None:
         """Raise what kept it from starting."""
         if isinstance(self._error, RuntimeError | TimeoutError | RayError):
-            running = RunningServe.of_this_cluster()
+            running, node = RunningServe.of_this_cluster(), ray._private.worker._global_node
+            logs = "logs/ in Ray's session folder" if node is None else node.get_logs_dir_path()
             said = "" if running is None else running.troubles.get(self._address.app_name, "")
             raise EngineDeadError(
                 "Ray Serve could not deploy the application",
                 got=cause_of(said) or in_short(self._error),
-                hint=f"logs: {_log_folder()}; a machine that is only slow needs a larger start_timeout_s",
+                hint=f"logs: {logs}; a machine that is only slow needs a larger start_timeout_s",
             ) from self._error
         if self._error is not None:
             raise self._error
@@ -370,11 +371,6 @@ def cause_of(said: str) -> str | None:
     """Return the exception in what Serve says of a replica that does not start; None: there is none."""
     found = re.findall(r"^(?:ray\.exceptions\.)?[\w.]*(?:Error|Exception)\b: .*", said, re.MULTILINE)
     return None if not found else str(found[-1])
-
-
-def _log_folder() -> str:
-    node = ray._private.worker._global_node
-    return "logs/ in Ray's session folder" if node is None else str(node.get_logs_dir_path())
 
 
 def _say(text: str) -> None:

@@ -6,10 +6,10 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from raypp.api.async_llm import AsyncLLM
 from raypp.config.http_settings import HttpSettings
@@ -23,41 +23,27 @@ from serve_app.answers import UnknownModelError
 from serve_app.metrics import EngineMetrics, LiveFeed, RequestWatch
 
 Question = Literal["exposition", "load", "reset_prefix_cache"]
-"""What a replica asks of all: see `OwnAnswers`."""
-
-
-class Siblings(Protocol):
-    """The replicas behind the same address, this one included."""
-
-    async def ask(self, question: Question) -> list[Any]:
-        """Return every replica's answer."""
+"""What a replica asks of all; `own_answer` has what each answers."""
 
 
 @dataclass(frozen=True)
 class AppContext:
-    """One engine, and what the routes need to serve it."""
+    """One engine, what the routes need to serve it, and how it runs what they have prepared."""
 
     llm: AsyncLLM
     settings: HttpSettings
     metrics: EngineMetrics
     admission: Admission
-    runner: RequestRunner
     preparer: BodyPreparer
     live: LiveFeed
-    siblings: Siblings
+    ask_all: Callable[[Question], Awaitable[list[Any]]]
+    """Returns the answers of the replicas behind the same address, this one's among them."""
     model_names: tuple[str, ...]
-    takes_images: bool = False
-    created_s: int = field(default=0)  # when the engine was started, seconds since the epoch
-
-    @property
-    def model_name(self) -> str:
-        """The model's name in answers."""
-        return self.model_names[0]
-
-    @property
-    def max_model_len(self) -> int:
-        """The most tokens of a request, prompt and output together."""
-        return int(self.llm.model_info["max_model_len"])
+    """What requests may call the model; the first name is the one in answers."""
+    created_s: int = 0
+    """When the engine was started, seconds since the epoch."""
+    encode_ahead: Callable[[Sequence[EncoderItem]], Awaitable[None]] | None = None
+    """Returns when encoders have seen a request's images; QueueFullError: too many wait. None: the engine encodes."""
 
     def check_model(self, name: str | None) -> None:
         """Accept the model's names, and none.
@@ -67,6 +53,67 @@ class AppContext:
         """
         if name is not None and name not in self.model_names:
             raise UnknownModelError(name, self.model_names)
+
+    async def run(
+        self, body: RequestFields, prepared: AnyPrepared, request_id: str
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yield (index of the prompt, what is new of its outputs) whenever there is anything, until all have ended.
+
+        Closing the generator aborts what is left.
+
+        Args:
+            body: Of the HTTP request.
+            prepared: What it became.
+            request_id: As its client knows it; two clients may choose the same.
+
+        Raises:
+            QueueFullError: too many requests, or too many images, wait.
+            RequestError: it cannot be run.
+            EngineDeadError: the engine died.
+        """
+        async with self._admitted(body, prepared) as watches:
+            # All are checked before the first one runs.
+            streams = [
+                self.llm.generate(prompt, prepared.params, engine_id, priority=body.priority or 0, deltas=True)
+                for prompt, engine_id in zip(prepared.prompts, _engine_ids(request_id, prepared), strict=True)
+            ]
+            async with aclosing(_single(streams[0]) if len(streams) == 1 else _merged(streams)) as outputs:
+                async for index, output in outputs:
+                    watches[index].see(output)
+                    yield index, output
+
+    async def complete(self, body: RequestFields, prepared: AnyPrepared, request_id: str) -> list[RequestOutput]:
+        """Run a body to its end and return its outputs, one per prompt. Cheaper than `run`, and raises as that does."""
+        async with self._admitted(body, prepared) as watches:
+            submitted_s, ids = time.monotonic(), _engine_ids(request_id, prepared)
+            outputs = await self.llm.complete(prepared.prompts, prepared.params, ids, priority=body.priority or 0)
+            for watch, output in zip(watches, outputs, strict=True):
+                watch.see_whole(output, submitted_s)
+        return outputs
+
+    @asynccontextmanager
+    async def _admitted(self, body: RequestFields, prepared: AnyPrepared) -> AsyncIterator[list[RequestWatch]]:
+        """Count a body's work while it runs, and how its sequences end."""
+        started_s, prompts, num_continuations = time.monotonic(), prepared.prompts, prepared.params.n
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        with self.admission.admit(len(prompts) * num_continuations, num_tokens):
+            items = [item for prompt in prompts if prompt.items for item in prompt.items.items]
+            if items and self.encode_ahead is not None:
+                await self.encode_ahead(items)
+            watches = [RequestWatch(self.metrics, started_s, num_continuations) for _ in prompts]
+            reason = "abort"
+            try:
+                with naming_form(body.form_param):
+                    yield watches
+            except RequestError:
+                reason = "refused"
+                raise
+            except RayppError:
+                reason = "error"
+                raise
+            finally:
+                for watch in watches:
+                    watch.close(reason)
 
 
 _RETRY_AFTER_S = 1
@@ -112,24 +159,6 @@ class ReadingGate:
             ) from None
         finally:
             self._num_reading -= 1
-
-
-class PictureGate(Protocol):
-    """The encoders of this replica's engine, as its HTTP app sees them."""
-
-    async def pass_on(self, items: Sequence[EncoderItem]) -> None:
-        """Return when the encoders have seen the items, or when that cannot be known.
-
-        Raises:
-            QueueFullError: too many images wait already.
-        """
-
-
-class OpenGate:
-    """Lets everything through: for engines that encode by themselves, and for models that read text alone."""
-
-    async def pass_on(self, items: Sequence[EncoderItem]) -> None:
-        """Return at once."""
 
 
 _NEWEST_SHARE = 0.1  # of the newest request in the mean duration
@@ -199,7 +228,6 @@ class Admission:
         self._mean_s = 1.0
         self.num_unfinished = 0
         self.num_unfinished_tokens = 0
-        self.num_refused = 0
 
     @contextmanager
     def admit(self, num_sequences: int, num_tokens: int) -> Iterator[None]:
@@ -252,7 +280,6 @@ class Admission:
             )
 
     def _refusal(self, got: str, expected: str) -> QueueFullError:
-        self.num_refused += 1
         return QueueFullError(
             "too many requests are waiting", retry_after_s=self._retry_after_s(), got=got, expected=expected
         )
@@ -262,74 +289,6 @@ class Admission:
         max_running = self.limits.max_running
         waves = max(self.num_unfinished - max_running, 1) / max_running
         return max(1, min(math.ceil(self._mean_s * waves), _MAX_RETRY_AFTER_S))
-
-
-class RequestRunner:
-    """Runs prepared bodies on one engine. Closing the generator that `run` returns aborts what is left."""
-
-    def __init__(self, llm: AsyncLLM, admission: Admission, metrics: EngineMetrics, pictures: PictureGate) -> None:
-        self._llm = llm
-        self._admission = admission
-        self._metrics = metrics
-        self._pictures = pictures
-
-    async def run(
-        self, body: RequestFields, prepared: AnyPrepared, request_id: str
-    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Yield (index of the prompt, what is new of its outputs) whenever there is anything, until all have ended.
-
-        Args:
-            body: Of the HTTP request.
-            prepared: What it became.
-            request_id: As its client knows it; two clients may choose the same.
-
-        Raises:
-            QueueFullError: too many requests, or too many images, wait.
-            RequestError: it cannot be run.
-            EngineDeadError: the engine died.
-        """
-        async with self._admitted(body, prepared) as watches:
-            # All are checked before the first one runs.
-            streams = [
-                self._llm.generate(prompt, prepared.params, engine_id, priority=body.priority or 0, deltas=True)
-                for prompt, engine_id in zip(prepared.prompts, _engine_ids(request_id, prepared), strict=True)
-            ]
-            async with aclosing(_single(streams[0]) if len(streams) == 1 else _merged(streams)) as outputs:
-                async for index, output in outputs:
-                    watches[index].see(output)
-                    yield index, output
-
-    async def complete(self, body: RequestFields, prepared: AnyPrepared, request_id: str) -> list[RequestOutput]:
-        """Run a body to its end and return its outputs, one per prompt. Cheaper than `run`, and raises as that does."""
-        async with self._admitted(body, prepared) as watches:
-            submitted_s, ids = time.monotonic(), _engine_ids(request_id, prepared)
-            outputs = await self._llm.complete(prepared.prompts, prepared.params, ids, priority=body.priority or 0)
-            for watch, output in zip(watches, outputs, strict=True):
-                watch.see_whole(output, submitted_s)
-        return outputs
-
-    @asynccontextmanager
-    async def _admitted(self, body: RequestFields, prepared: AnyPrepared) -> AsyncIterator[list[RequestWatch]]:
-        """Count a body's work while it runs, and how its sequences end."""
-        started_s, prompts, num_continuations = time.monotonic(), prepared.prompts, prepared.params.n
-        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        with self._admission.admit(len(prompts) * num_continuations, num_tokens):
-            if items := [item for prompt in prompts if prompt.items for item in prompt.items.items]:
-                await self._pictures.pass_on(items)
-            watches = [self._metrics.watch(started_s, num_continuations) for _ in prompts]
-            reason = "abort"
-            try:
-                with naming_form(body.form_param):
-                    yield watches
-            except RequestError:
-                reason = "refused"
-                raise
-            except RayppError:
-                reason = "error"
-                raise
-            finally:
-                for watch in watches:
-                    watch.close(reason)
 
 
 def _engine_ids(request_id: str, prepared: AnyPrepared) -> list[str]:

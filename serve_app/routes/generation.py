@@ -107,14 +107,14 @@ async def _answer(
     prepared = await prepare(body)
     # The answer's name is the client's own, in the body or as X-Request-Id, else a new one.
     name = body.request_id or given_request_id(request.headers)
-    head = ResponseHead.new(prefix, context.model_name, name)
+    head = ResponseHead.new(prefix, context.model_names[0], name)
     try:
         if body.stream:  # it begins when the request is admitted: what it is refused for is still told by a status
             writer = make_writer(head, prepared)
-            events = writer.events(context.runner.run(body, prepared, head.id))
+            events = writer.events(context.run(body, prepared, head.id))
             keep_alive_s = context.settings.stream_keep_alive_s
             return await EventStream.opened(request.receive, events, keep_alive_s, writer.failure)
-        outputs = await while_connected(request.receive, context.runner.complete(body, prepared, head.id))
+        outputs = await while_connected(request.receive, context.complete(body, prepared, head.id))
     except ClientGoneError:
         return client_gone_response()
     return AsciiJSONResponse(prepared.response(head, outputs).model_dump())
@@ -233,13 +233,15 @@ def token_routes(context: AppContext) -> APIRouter:
             token_ids = (await context.preparer.conversation(chat)).token_ids
         tokens = token_ids.tolist()
         texts = context.preparer.tokenizer.token_texts(tokens) if body.return_token_strs else None
-        return TokenizeResponse(count=len(tokens), max_model_len=context.max_model_len, tokens=tokens, token_strs=texts)
+        return TokenizeResponse(
+            count=len(tokens), max_model_len=context.llm.max_model_len, tokens=tokens, token_strs=texts
+        )
 
     @router.get("/tokenizer_info", responses=documented(400, 401, 500))
     async def tokenizer_info() -> TokenizerInfo:
         """Return what the model's tokenizer is, and the chat template."""
         described = context.preparer.tokenizer.description()
-        return TokenizerInfo(model_max_length=context.max_model_len, **described)
+        return TokenizerInfo(model_max_length=context.llm.max_model_len, **described)
 
     @router.post("/detokenize", responses=_TOKEN_ERRORS)
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:

@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 import raypp
 from raypp.errors import RayppError
 from raypp.openai_api.request_fields import OpenAIModel
-from serve_app.answers import EventStream, documented, event_stream, recovering_answer, unhealthy_answer
+from serve_app.answers import EventStream, documented, event_stream, unhealthy_answer
 from serve_app.metrics import merge
 from serve_app.runner import AppContext
 
@@ -67,13 +67,14 @@ def status_routes(context: AppContext) -> APIRouter:
         except RayppError as error:
             return unhealthy_answer(str(error))
         if context.llm.is_recovering:
-            return recovering_answer()
+            message = "the engine is being started again; requests wait, and go on then"
+            return unhealthy_answer(message, code="recovering")
         return Readiness()
 
     @router.get("/load", responses=documented(500))
     async def load() -> Load:
         """Return how many requests run or wait, over all replicas."""
-        return Load(server_load=sum(await context.siblings.ask("load")))
+        return Load(server_load=sum(await context.ask_all("load")))
 
     @router.get("/version", responses=documented(500))
     async def version() -> Version:
@@ -87,7 +88,7 @@ def status_routes(context: AppContext) -> APIRouter:
     )
     async def metrics() -> PlainTextResponse:
         """Return all replicas' metrics in Prometheus's text format."""
-        text = merge(await context.siblings.ask("exposition"))
+        text = merge(await context.ask_all("exposition"))
         return PlainTextResponse(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     @router.get("/openapi.json", responses=documented(500))
@@ -123,7 +124,7 @@ def control_routes(context: AppContext) -> APIRouter:
     @router.post("/reset_prefix_cache", responses=documented(401, 500))
     async def reset_prefix_cache() -> CacheReset:
         """Let later requests find nothing in the prefix cache of what earlier ones computed, on all replicas."""
-        return CacheReset(num_replicas=len(await context.siblings.ask("reset_prefix_cache")))
+        return CacheReset(num_replicas=len(await context.ask_all("reset_prefix_cache")))
 
     @router.get("/server_info", responses=documented(401, 500))
     async def server_info() -> ServerInfo:
@@ -166,8 +167,8 @@ def model_routes(context: AppContext) -> APIRouter:
             id=name,
             created=context.created_s,
             root=context.llm.config.model.model,
-            max_model_len=context.max_model_len,
-            takes_images=context.takes_images,
+            max_model_len=context.llm.max_model_len,
+            takes_images=context.llm.takes_images,
         )
 
     @router.get("/v1/models", responses=documented(401, 500, 503, 504))

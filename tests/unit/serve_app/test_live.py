@@ -48,7 +48,7 @@ def test_frames_show_what_the_stages_did(app: RunningApp, http: httpx.Client) ->
 def test_nothing_is_asked_when_nobody_looks(app: RunningApp, http: httpx.Client) -> None:
     assert len(frames_of(http, 3)) == 3
     live = app.context.live
-    app.wait_until(lambda: not live.num_viewers and live._task is None, "nobody looks and nothing is asked")
+    app.wait_until(lambda: not live._viewers and live._task is None, "nobody looks and nothing is asked")
 
 
 def test_viewers_share_what_is_asked(app: RunningApp) -> None:
