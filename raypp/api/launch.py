@@ -25,6 +25,7 @@ from raypp.models.registry import resolve_model_path
 from raypp.pictures.fetch import Fetcher
 from raypp.pictures.reader import PictureReader
 from raypp.supervision.recovery import EngineWatcher, Recovery
+from raypp.types import SamplingParams
 
 if TYPE_CHECKING:
     from raypp.stage.build_stage import StageFactory  # imports torch
@@ -229,6 +230,41 @@ class OpenEngine:
         """Start it again with a configuration, None: its own, and settings. Blocks; see `EngineHandle.restart`."""
         config = self.config if config is None else config
         self.handle.restart(config.with_settings(**settings) if settings else config)
+
+
+class EngineOwner:
+    """What `LLM` and `AsyncLLM` say alike of their engine."""
+
+    _engine: OpenEngine
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration as it was given."""
+        return self._engine.config
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Fields of `SamplingParams` that hold where a request says nothing, of the model's generation_config.json."""
+        return self._engine.sampling_defaults
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a request that comes without any; `dataclasses.replace` changes some of them."""
+        return SamplingParams(**self.sampling_defaults)
+
+    def reset_prefix_cache(self) -> None:
+        """Let later requests find nothing in the prefix cache of what earlier ones computed: for measurements.
+
+        Requests that run are not disturbed. What is cached stays in memory until its blocks are needed.
+        """
+        self._engine.preparer.reset_prefix_cache()
+
+    def plan(self) -> dict[str, Any]:
+        """Return layers, bytes and blocks per stage."""
+        return self._engine.handle.plan()
+
+    def processes(self) -> dict[str, Any]:
+        """Return `{"driver": pid, "stages": [pid, ...], "encoders": [...]}`."""
+        return self._engine.handle.processes()
 
 
 @cache

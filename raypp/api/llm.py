@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack
 from raypp.api.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from raypp.api.conversation import Rendering, RenderingOptions
 from raypp.api.frontend import Frontend
-from raypp.api.launch import EngineHandle, ExitHook, Launch, Model, launch_on_ray, open_engine
+from raypp.api.launch import EngineHandle, EngineOwner, ExitHook, Launch, Model, launch_on_ray, open_engine
 from raypp.api.picture_prompts import EncodedPrompt, is_one_prompt
 from raypp.api.prepare import Params, Priority
 from raypp.api.running_request import PreparedRequest
@@ -153,7 +153,7 @@ def _closed() -> EngineDeadError:
     return EngineDeadError("the engine was closed", hint="start a new engine")
 
 
-class LLM:
+class LLM(EngineOwner):
     """A model, ready to generate.
 
         with LLM("tiny", num_stages=2) as llm:
@@ -196,20 +196,6 @@ class LLM:
             raise
         self._thread = thread
         self._end = ExitHook(self, partial(_shut_down, self._frontend, thread, self._engine.handle))
-
-    @property
-    def config(self) -> EngineConfig:
-        """The configuration as it was given."""
-        return self._engine.config
-
-    @property
-    def sampling_defaults(self) -> Mapping[str, Any]:
-        """Fields of `SamplingParams` that hold where a request says nothing, of the model's generation_config.json."""
-        return self._engine.sampling_defaults
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a request that comes without any; `dataclasses.replace` changes some of them."""
-        return SamplingParams(**self.sampling_defaults)
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer, a `PreTrainedTokenizerBase` of transformers. Do not change it.
@@ -365,13 +351,6 @@ class LLM:
         """End a request with what it has. An id that is not running is ignored."""
         self._thread.call(lambda: self._frontend.abort([request_id]))
 
-    def reset_prefix_cache(self) -> None:
-        """Let later requests find nothing in the prefix cache of what earlier ones computed: for measurements.
-
-        Requests that run are not disturbed. What is cached stays in memory until its blocks are needed.
-        """
-        self._engine.preparer.reset_prefix_cache()
-
     def stats(self) -> dict[str, Any]:
         """Return the engine's counters, since it was started or started again, and how often that was.
 
@@ -413,14 +392,6 @@ class LLM:
             EngineDeadError: the engine died for good, or was closed.
         """
         self._engine.restart(config, settings)
-
-    def plan(self) -> dict[str, Any]:
-        """Return layers, bytes and blocks per stage."""
-        return self._engine.handle.plan()
-
-    def processes(self) -> dict[str, Any]:
-        """Return `{"driver": pid, "stages": [pid, ...], "encoders": [...]}`."""
-        return self._engine.handle.processes()
 
     def close(self) -> None:
         """Stop the engine. Requests that still run end with EngineDeadError. Twice, or in a fork, it does nothing."""
