@@ -1,4 +1,8 @@
-"""Errors as OpenAI's clients expect them: one JSON shape, the right status, documented for every route."""
+"""Answers: errors as OpenAI's clients expect them, and streams of events that end with the client.
+
+An error has one JSON shape and the right status, documented for every route. For a client that has disconnected nothing
+more is computed.
+"""
 
 from __future__ import annotations
 

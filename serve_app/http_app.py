@@ -4,7 +4,7 @@
                      proxy_answers.py    middleware.py                   count, key, size of the body
                                          routes/                         one file per group of routes
                                          runner.py                       admission, prompts merged, metrics
-                                         chunks.py, *_events.py          new outputs as server-sent events
+                                         chunks.py                       new outputs as server-sent events
                                          answers.py                      errors; ends the work when the client leaves
 
 Tests run it on uvicorn, around an engine in threads.

@@ -1,8 +1,8 @@
-"""What Prometheus is told: the engine's counters, and how long requests took.
+"""What Prometheus and the live page show: the engine's counters, and how long requests and forwards took.
 
 Nothing is global: each replica has its own series, which carry the model's and the replica's name. `merge` puts the
 expositions of several replicas together. A series is declared here once; Ray's own metrics show the same ones
-(`ray_metrics.py`).
+(`replica.py`). For dashboards, autoscalers and routers that were made for vLLM the same series have its names, too.
 """
 
 from __future__ import annotations

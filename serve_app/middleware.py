@@ -1,4 +1,6 @@
-"""What a request passes before any route sees it: its key, its size, and the count of what became of it.
+"""What a request passes before any route sees it: its key, its size, the count of what became of it, and its JSON.
+
+Bodies are read here, not by FastAPI: what is wrong with one is said in the words that batches have for it, too.
 
 Plain ASGI: Starlette's own base class would put a task and a queue between the route and the client.
 """

@@ -1,6 +1,17 @@
 """The Ray Serve deployment: one replica owns one engine, its placement group, and the HTTP app in front of it.
 
 The app lives in the replica that talks to the driver: no token crosses a deployment handle.
+
+    HTTP app --images--> EncoderProxy --> encoder actors     embeddings stay in their caches, on their GPUs
+        |                bounded queue          ^
+        +--request--> driver --orders-----------+            found there, and brought to the first stage
+
+An engine's images wait in a deployment of its own, in a queue with an end, before their request is sent to its driver:
+so what is too much is refused with 429 and not piled up. Callable by itself,
+`serve.get_deployment_handle("encoder", "raypp")`, it returns embeddings. Notebook and batch job have the actors
+without it.
+
+Whatever `metrics.py` collects is passed on to Ray every few seconds: no request and no token waits for that.
 """
 
 from __future__ import annotations

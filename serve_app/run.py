@@ -1,4 +1,8 @@
-"""The short way to a server: `raypp serve` deploys the application on Ray, and waits until it is told to stop."""
+"""The short way to a server: `raypp serve` deploys the application on Ray, and waits for a signal to stop.
+
+SIGINT and SIGTERM are granted in time: a stopped Ray job has three seconds. SIGHUP asks to read the configuration again
+and to have every engine follow it, under its requests, unless the terminal is gone: then it is a request to stop, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Requests on their way through the engine: admitted, observed, several prompts of one body merged into one stream."""
+"""Requests on their way through the engine: admitted, observed, several prompts of one body merged into one stream.
+
+A replica takes a bounded amount of work at once: what runs, and what waits.
+"""
 
 from __future__ import annotations
 

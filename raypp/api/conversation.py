@@ -1,4 +1,4 @@
-"""Conversations as chat templates read them: the same for Python and HTTP.
+"""Conversations as chat templates read them, and how they become text: the same for Python and HTTP.
 
 What clients send differs from what templates expect: `developer` for `system`, `null` for no content, the arguments of
 a replayed call as JSON text, texts in parts. A template would refuse these, or write them into the prompt as they are.

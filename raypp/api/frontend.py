@@ -5,6 +5,9 @@ this. A step's outputs come as one message: they go straight into the requests, 
 
 While an engine that died is started again, its requests stay here, new ones join them, and all can be aborted. The next
 engine gets what is unfinished, each continuation with the tokens that it has, and goes on with the same text.
+
+A long list of requests is sent in parts (`SendWindow`): the engine refuses what it has no room for. What is not sent
+waits here, with the caller, who holds it anyway.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""From a model and settings to a running engine and what its clients need to talk to it."""
+"""From a model and settings to a running engine and what its clients need to talk to it, and to its end.
+
+In a notebook, `llm = LLM(...)` in a cell that runs a second time would first start the new engine and only then let go
+of the old one: two models in memory, or none where the old one holds the GPUs. So before an engine starts, those that
+the running cell is about to assign anew are closed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts with images, on their way to requests: text is rendered and tokenized, and images get their places."""
+"""The forms of a prompt, and how one becomes tokens: text is rendered and tokenized, and images get their places."""
 
 from __future__ import annotations
 

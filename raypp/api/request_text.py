@@ -1,4 +1,8 @@
-"""The text of one continuation: detokenized as tokens come, ended by a stop string, shown as far as it is certain."""
+"""The text of one continuation: detokenized as tokens come, ended by a stop string, shown as far as it is certain.
+
+Text is the UTF-8 of its tokens' bytes, one behind the other. A token alone has no text: its first character may have
+begun in the token before, and the space of a word is text only behind another token.
+"""
 
 from __future__ import annotations
 

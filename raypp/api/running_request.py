@@ -1,4 +1,8 @@
-"""One request on its way through the engine, as its client sees it: its continuations, its clock, its end."""
+"""One request on its way through the engine, as its client sees it: its continuations, its clock, its end.
+
+What engines count of a request begins at zero in each of them, and a request may have had several. A request that is
+handed to an engine, new or begun, becomes one `Request` per continuation here (`messages_of_new`, `messages_of_begun`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Text to token ids and back, by the tokenizer that lies beside the model."""
+"""Text to token ids and back, by the tokenizer that lies beside the model.
+
+`AutoTokenizer` knows for every model there is which class of transformers reads it. To know, it imports much of
+transformers and of torch: 180 MB and a second that a client, which computes nothing, has no use for. So the classes of
+the families that raypp runs are imported by themselves; every other model is left to `AutoTokenizer`. They would still
+import torch, for one function that reads GGUF files, of which `tokenizer.json` is none: it is imported when it is
+called.
+"""
 
 from __future__ import annotations
 

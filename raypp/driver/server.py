@@ -57,7 +57,12 @@ _SMALL_ARRAY_BYTES = 1 << 14
 
 
 class OpenRequests:
-    """Requests by client and id.
+    """The unfinished requests of all clients, by client and id, and a limit to the memory that they take.
+
+    Pixels stay until the request ends, for it may be preempted, and its images then be encoded once more. An image that
+    several requests bring is kept once. A request that an engine before this one has begun was admitted there: it is
+    counted, and not refused because others were here first. Output tokens are not counted: only requests that have had
+    a row have any.
 
     Args:
         max_bytes: What prompts and requests may take; see `RequestMemory`.

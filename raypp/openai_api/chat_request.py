@@ -1,4 +1,4 @@
-"""The body of `/v1/chat/completions`."""
+"""The body of `/v1/chat/completions`, and the form that its answer must have: JSON, tool calls, thoughts before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""From what the engine returns to OpenAI's responses."""
+"""What a body becomes: prompts and parameters for the engine, and how its outputs become OpenAI's response.
+
+HTTP and batches both go this way: the same body has the same prompt, parameters and response behind either.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What a body of `/v1/responses` becomes: a chat for the engine, and the response that is made of its answer."""
+"""What a body of `/v1/responses` becomes: a chat for the engine, and the response that is made of its answer.
+
+An item begins when its first text comes, and ends when the next item begins: a thought, a text, a call, in the order in
+which the model wrote them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The input of `/v1/responses`: its items, and the messages of a chat that they are."""
+"""The input and the tools of `/v1/responses`: the messages and the tools of a chat that they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The tools of a chat request: functions that the model may call."""
+"""The tools of a chat request: functions that the model may call.
+
+Some models write arguments as bare text, which does not say whether 12 is a number or a text of two digits. Where the
+schema of a parameter does not say it either, no call can be held to it.
+"""
 
 from __future__ import annotations
 

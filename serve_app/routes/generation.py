@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`, `/v1/completions`, `/v1/responses` and `/v1/messages`."""
+"""Routes that generate, and those of vLLM that show what the model reads: `/tokenize` and the like."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/health`, `/ping`, `/ready`, `/load`, `/version`, `/metrics`, and the OpenAPI description itself."""
+"""Routes beside those that take prompts: status and metrics, the models, control, the page and what it reads."""
 
 from __future__ import annotations
 
