@@ -1,6 +1,6 @@
 """The messages between a client and the driver, and how they become zmq frames.
 
-A client is whoever hands in requests: a notebook, a replica of the HTTP app, a batch job. Its socket is a DEALER, the
+A client hands in requests: a notebook, a replica of the HTTP app, a batch job. Its socket is a DEALER, the
 driver's a ROUTER; the frame that names the client is the driver's affair and not part of a message. Every message is
 `[kind, header, payload?]`: one byte, JSON, and binary data where there are many numbers.
 

@@ -39,10 +39,10 @@ KEEP_ALIVE = ": waiting\n\n"
 """A comment: the format of server-sent events has clients ignore it."""
 
 _REFUSAL_S = 1.0
-"""For the engine to refuse what it is given. Later than that, it is told in the stream."""
+"""For the engine to refuse what it is given. A later error is an event of the stream."""
 
 
-_CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is left to read it
+_CLIENT_CLOSED_REQUEST = 499  # nginx's number; no client reads it
 _MAX_ID_CHARS = 128
 
 
@@ -141,7 +141,7 @@ class EventStream(StreamingResponse):
     async def opened(
         cls, receive: Receive, events: Events, keep_alive_s: float, tell_error: TellError = error_event
     ) -> Self:
-        """Return the response once nothing speaks against the request: that is told by a status of its own.
+        """Return the response once the request is not refused: a refusal has a status of its own.
 
         A request that only has to wait is not waited for: its stream begins without an event.
 
@@ -224,7 +224,7 @@ def given_request_id(headers: Mapping[str, str]) -> str | None:
 
 
 def client_gone_response() -> Response:
-    """Return what is answered to nobody."""
+    """Return the answer to a client that is gone."""
     return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 

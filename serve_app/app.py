@@ -96,7 +96,7 @@ def build_application(
     Raises:
         ConfigError: the API keys cannot be read, or a syntax of calls or thoughts is not known.
     """
-    # What cannot be read is told here, not in a replica's log.
+    # What cannot be read is an error here, not in a replica's log.
     settings.keys()
     check_parsers(config.model.tool_call_parser, config.model.reasoning_parser)
     # The app itself refuses what is too much, with Retry-After and the reason; Serve's own limits only hold further
@@ -143,7 +143,7 @@ def end_timeout_s(config: EngineConfig, settings: HttpSettings) -> float:
 
 
 def _number_of_replicas(config: EngineConfig, settings: HttpSettings) -> dict[str, Any]:
-    """Return what Serve is told of the number of replicas."""
+    """Return Serve's options about the number of replicas."""
     if settings.max_replicas is None:
         return {"num_replicas": settings.num_replicas}
     autoscaling = AutoscalingConfig(
@@ -158,7 +158,7 @@ def _number_of_replicas(config: EngineConfig, settings: HttpSettings) -> dict[st
 
 
 def _routing(settings: HttpSettings) -> dict[str, Any]:
-    """Return what Serve is told of the choice between replicas: nothing where there is never a choice."""
+    """Return Serve's options about the choice between replicas: none where there is never a choice."""
     if not settings.prefix_routing or max(settings.num_replicas, settings.max_replicas or 1) == 1:
         return {}
     router: dict[str, Any] = {

@@ -43,7 +43,7 @@ class EventWriter(ABC):
         self._told: dict[int, RequestOutput] = {}  # by prompt, all that has come but for the texts
 
     async def events(self, outputs: Outputs) -> AsyncGenerator[str, None]:
-        """Yield the whole stream. An error on the way is told in the stream and ends it.
+        """Yield the whole stream. An error on the way is an event of the stream and ends it.
 
         Raises:
             RayppError: before anything was yielded.

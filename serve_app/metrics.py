@@ -200,7 +200,7 @@ class RequestWatch:
         self._observe_finished(output, counts, waited_s + times.finish_time_s - times.arrival_time_s)
 
     def close(self, reason: str = "abort") -> None:
-        """Take in that nobody looks at the outputs any more.
+        """Take in that no more outputs come.
 
         Args:
             reason: Why those ended that have no reason of their own.
@@ -248,7 +248,7 @@ class _EngineCollector(Collector):
 
     @property
     def stats(self) -> Mapping[str, Any]:
-        """What is told."""
+        """The figures that are exposed."""
         return self._stats
 
     @stats.setter
@@ -337,7 +337,7 @@ def merge(expositions: Sequence[str]) -> str:
             if line.startswith("# HELP "):
                 family = line.split(" ", 3)[2]
                 samples.setdefault(family, [])
-            if family.endswith("_created"):  # when each series began: nobody asks, and it is a third of the text
+            if family.endswith("_created"):  # when each series began: of no use, and a third of the text
                 continue
             if not line.startswith("#"):
                 samples[family].append(line)

@@ -231,7 +231,7 @@ class RequestCounter(_HttpLayer):
 
 
 def _route(scope: Scope) -> str:
-    return getattr(scope.get("route"), "path", "other")  # a path that nobody knows is not a label
+    return getattr(scope.get("route"), "path", "other")  # a path without a route is not a label
 
 
 def _path(scope: Scope) -> str:

@@ -230,7 +230,7 @@ class RayMetrics:
         """Tell Ray how all series stand."""
         for family in families:
             for sample in family.samples:
-                if sample.name.endswith("_created"):  # when a series began: nobody asks
+                if sample.name.endswith("_created"):  # when a series began: of no use
                     continue
                 if family.type == "counter":
                     self._count(sample, family.documentation)

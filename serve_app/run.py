@@ -65,7 +65,7 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def listen(self) -> None:
-        """Take the signals, again if somebody else took them meanwhile."""
+        """Take the signals, again if other code took them meanwhile."""
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGHUP, self._on_hangup)

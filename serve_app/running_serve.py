@@ -168,7 +168,7 @@ class RunningServe:
                 )
 
     def check_place(self, host: str, port: int, app_name: str, route_prefix: str) -> None:
-        """Refuse a place that is somebody else's: deploying there would replace what is served.
+        """Refuse a place that another application has: deploying there would replace what is served.
 
         Raises:
             ConfigError: the name or the prefix is taken, or Serve listens somewhere else.

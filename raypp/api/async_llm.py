@@ -96,7 +96,7 @@ class AsyncLLM(EngineOwner):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt; the outputs that come are cumulative. Leaving the iterator early aborts the request.
 
-        Images are read in another thread, when the first output is asked for; what is wrong with them is told then.
+        Images are read in another thread, when the first output is asked for; errors about them come then.
 
         Args:
             prompt: One, as for `LLM.generate`.
@@ -131,7 +131,7 @@ class AsyncLLM(EngineOwner):
             params: How to sample; None: as `get_default_sampling_params` says.
             request_id: Its public id; made up by default.
             priority: Smaller is served first.
-            **rendering: What the chat template is told besides, as for `LLM.chat`.
+            **rendering: Further values for the chat template, as for `LLM.chat`.
         """
         prepare = partial(self._prepare_chat, params, request_id, Rendering(**rendering), priority)
         if has_pictures(messages):

@@ -18,7 +18,7 @@ from raypp.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True)
 class Rendering:
-    """What the chat template is told besides the messages.
+    """What the chat template gets beside the messages.
 
     Raises RequestError on values that contradict each other.
     """

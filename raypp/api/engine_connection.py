@@ -4,10 +4,10 @@
         |                         |
         +------ it died for good, or the client closes ------> ended
 
-A client hears of a death in up to three ways: from the driver, from whoever holds the engine, and by silence. What it
-finds out itself it reports to the holder, who alone decides whether the engine is started again.
+A client hears of a death in up to three ways: from the driver, from the engine's handle, and by silence. What it
+finds out itself it reports to the handle, which alone decides whether the engine is started again.
 
-The driver's last message says what was in a step, and the holder may be quicker. So while a client waits, the old
+The driver's last message says what was in a step, and the handle may be quicker. So while a client waits, the old
 socket is still read: to that message, or until the engine runs again. A connection is to one engine: the old one is
 closed before a new one is opened.
 """
@@ -85,7 +85,7 @@ class EngineClient:
         """Disconnect. In the event loop, or when that has ended.
 
         Args:
-            delivers: Whether what was sent last gets a moment to arrive; there is no use in it if nobody is there.
+            delivers: Whether what was sent last gets a moment to arrive; without a driver that is of no use.
         """
         if self._is_open:
             self._is_open = False
@@ -106,23 +106,23 @@ class EngineClient:
 
 
 class ConnectionUser(Protocol):
-    """Who is told what the connection brings. Called in its event loop."""
+    """What is called with what the connection brings, in its event loop."""
 
     def on_message(self, message: DriverMessage) -> None:
         """Take in what the driver sends, but for the message that it dies; some may follow `on_lost`."""
 
     def on_lost(self, error: RayppError | None) -> None:
-        """Take in that the engine died; nothing can be sent. It may come back, or it is told to be dead.
+        """Take in that the engine died; nothing can be sent. It may come back, or `on_dead` follows.
 
         Args:
-            error: What it died of; None: it is replaced on purpose, or nobody has said.
+            error: What it died of; None: it is replaced on purpose, or that is not known.
         """
 
     def on_back(self, in_flight: Collection[int] | None, *, is_explained: bool) -> None:
         """Take in that the engine runs again, knowing nothing of what it was asked for before.
 
         Args:
-            in_flight: The handles that were in a step when the last one died; None if nobody was left to tell.
+            in_flight: The handles that were in a step when the last one died; None if that is not known.
             is_explained: Whether it is known that it died of no request.
         """
 
@@ -171,7 +171,7 @@ class EngineConnection:
         self._has_ended = True
         if self._client is not None and not self._is_lost:
             self._client.send(CloseClient())
-        self._disconnect(delivers=not self._is_lost)  # nobody takes what was sent to a dead driver
+        self._disconnect(delivers=not self._is_lost)  # a dead driver takes nothing
 
     def engine_lost(self, error: RayppError | None) -> None:
         """Take in, in any thread, that a part of the engine died, or None did, and that it is being started again."""
@@ -245,7 +245,7 @@ class EngineConnection:
     def _check_silence(self) -> None:
         """Give up on a driver that is there and says nothing: it is stopped, or hangs.
 
-        Silence is counted in turns of this loop: while the loop itself stood still, nobody was there to hear.
+        Silence is counted in turns of this loop: while the loop itself stood still, nothing could be heard.
         """
         if self._client is None:
             return

@@ -275,7 +275,7 @@ class Frontend:
         def send() -> None:
             nonlocal is_sending
             if is_sending:
-                return  # whoever is at it goes on
+                return  # the call that is sending goes on
             is_sending = True
             try:
                 while not all_ended.done() and (more := window.take()):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class ExitHook:
-    """Ends what an owner has open: when called, when nobody holds the owner any more, or at exit; once.
+    """Ends what an owner has open: when called, when the owner is collected, or at exit; once.
 
     A forked child inherits the hook and the owner, but neither the threads nor the connections behind them: there it
     does nothing.
@@ -138,7 +138,7 @@ Model = str | os.PathLike[str] | EngineConfig
 
 
 class EngineHandle(Protocol):
-    """A running engine, held by whoever started it."""
+    """A running engine, held by the process that started it."""
 
     @property
     def client_address(self) -> str:
@@ -166,10 +166,10 @@ class EngineHandle(Protocol):
         """Return the Ray actors that encode images; none of a model that reads text alone. Blocks."""
 
     def watch(self, watcher: EngineWatcher) -> None:
-        """Tell somebody, from another thread, what becomes of the engine from now on.
+        """Call a watcher, from another thread, when the engine dies, runs again or is dead for good.
 
-        If it does not run now, that is said before this returns. Who watches first and reads `client_address` then
-        misses nothing.
+        If it does not run now, the watcher is called before this returns. So a caller that watches first and then reads
+        `client_address` misses nothing.
         """
 
     def report_death(self, error: RayppError, client_address: str) -> None:

@@ -83,9 +83,9 @@ class EventLoopThread:
         return self.run(run())
 
     def finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine to its end. In the loop itself it is only begun: nobody could wait for it there."""
+        """Run a coroutine to its end. In the loop itself it is only begun: a wait there would block the loop."""
         if self._is_current():
-            _Work(coroutine).begin()  # held by nobody but the loop, so its first step must be its last
+            _Work(coroutine).begin()  # only the loop holds it, so its first step must be its last
         else:
             self.run(coroutine)
 
@@ -262,7 +262,7 @@ class LLM(EngineOwner):
             request_ids: Their public ids, to abort them by; made up by default.
             priority: One for all, or one per conversation; smaller is served first, 0 by default.
             use_tqdm: Show a progress bar.
-            **rendering: What the chat template is told besides: fields of `raypp.api.conversation.Rendering`, such as
+            **rendering: Further values for the chat template: fields of `raypp.api.conversation.Rendering`, such as
                 `tools`, `continue_final_message`, or `chat_template_kwargs={"enable_thinking": False}`.
 
         Raises:
@@ -333,7 +333,7 @@ class LLM(EngineOwner):
             prompt: A prompt as for `generate`, or a conversation: a list of `{"role": ..., "content": ...}`.
             sampling_params: How to sample; None as for `generate`.
             request_id: Its public id; made up by default.
-            **rendering: Of a conversation: what the chat template is told besides, as for `chat`.
+            **rendering: Of a conversation: further values for the chat template, as for `chat`.
 
         Raises:
             RequestError: it cannot be run.

@@ -138,7 +138,7 @@ class PicturePrompts:
 
         Args:
             messages: The conversation.
-            rendering: What the chat template is told besides.
+            rendering: Further values for the chat template.
             max_kept: As of `Tokenizer.encode`; conversations with images are not cut.
 
         Raises:

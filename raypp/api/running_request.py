@@ -100,7 +100,7 @@ NOTHING_COUNTED: Counters = (0, 0, [], [], 0)
 
 
 def sum_over_engines(earlier: Counters | None, now: Counters, waited_us: int) -> Counters:
-    """Return the counters of a request. What it found cached, and how long it queued, is told of its first run.
+    """Return the counters of a request. What it found cached, and how long it queued, are those of its first run.
 
     Args:
         earlier: The sum over the engines that had it before, if one of them ran it.
@@ -129,7 +129,7 @@ _REASON_NAMES: dict[int, FinishReasonName] = {
 class RunningCompletion:
     """Collects what the engine yields for one continuation, until a finish reason.
 
-    Text is made while the tokens come only where somebody needs it then: for streaming, or to look for stop strings.
+    Text is made while the tokens come only where it is needed then: for streaming, or to look for stop strings.
     Otherwise the tokens are decoded once, at the end.
     """
 
@@ -392,7 +392,7 @@ class RunningRequest:
         if self._prompt_logprobs is not None and prompt_logprobs is not None:
             start, decoded = self._num_prompt_logprobs, decoded_logprobs(prompt_logprobs, self._decoder)
             self._num_prompt_logprobs += len(decoded)
-            self._prompt_logprobs[start : self._num_prompt_logprobs] = decoded  # nobody who looks sees them grow fewer
+            self._prompt_logprobs[start : self._num_prompt_logprobs] = decoded  # what was seen stays
 
     def note_update(self, num_tokens: int, now_s: float) -> None:
         """Take in that one of the continuations was updated with so many new tokens, at a monotonic time."""
@@ -504,7 +504,7 @@ def _messages(groups: Iterable[Sequence[Request]], most_in_first: int = _REQUEST
 def _to_add(
     request: RunningRequest, completion: RunningCompletion, output_token_ids: list[int], *, lacks_prompt_logprobs: bool
 ) -> Request:
-    """Return what the engine is told of a continuation: to it, each is a request of its own."""
+    """Return a continuation as the engine gets it: as a request of its own."""
     prepared, params = request.prepared, request.params
     if params.prompt_logprobs is not None and (completion.index > 0 or not lacks_prompt_logprobs):
         params = replace(params, prompt_logprobs=None)  # the first one brings them, once

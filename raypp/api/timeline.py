@@ -52,7 +52,7 @@ class Forward(NamedTuple):
     form: int = StepForm.CALLED
     work: StepWork = StepWork()
     predicted_us: int = 0
-    """How long it was expected to take; 0 where nobody said."""
+    """How long it was expected to take; 0 where that was not predicted."""
 
     @classmethod
     def of_span(cls, span: Sequence[Any]) -> Self:

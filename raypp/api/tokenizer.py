@@ -238,7 +238,7 @@ class Tokenizer:
 
         Args:
             messages: The conversation so far.
-            rendering: What the template is told besides.
+            rendering: Further values for the template.
 
         Raises:
             RequestError: there is no chat template, or the template refuses the messages.

@@ -1,7 +1,7 @@
-"""Gathers what clients are to be told, and sends it when it matters: waking a client costs as much as a plan.
+"""Gathers the outputs of clients, and sends them when it matters: waking a client costs as much as a plan.
 
 A client hears at once of a request's first tokens, of its end, and of every token that it streams or searches for stop
-strings; and then of everything else that has come. What nobody waits for is held for a moment.
+strings; and then of everything else that has come. Tokens that no client waits for are held for a moment.
 
 Tokens and the reason of an end are those of the updates. Counters are read from the request when they are sent: they
 only grow.
@@ -51,7 +51,7 @@ class Outbox:
 
         Args:
             send: Takes a client and its message.
-            hold_s: How long what nobody waits for may be held, seconds.
+            hold_s: How long tokens that no client waits for may be held, seconds.
         """
         self._send = send
         self._hold_s = hold_s

@@ -4,7 +4,7 @@ One thread owns every socket. Other threads reach it only through `stop` and `fa
 
 One turn of the loop does a bounded part of what clients ask for: a message may hold many requests, and the steps of
 those that run must not wait for it. The rest of a message is done in the next turns, before the next message. While no
-step is in flight nobody waits, and a message is taken in as a whole.
+step is in flight nothing waits, and a message is taken in as a whole.
 
 A client that vanishes without a word is noticed by zmq, whose ROUTER then refuses what is sent to it: at the next
 output, or at the next heartbeat. Its requests are aborted.
@@ -241,7 +241,7 @@ class DriverServer:
             health: What the pipeline hears of the stages.
             failures: What the pipeline, and others through `fail`, report.
             requests: Keeps the unfinished ones; empty.
-            heartbeat_s: How often stages and clients are told that the driver lives.
+            heartbeat_s: How often stages and clients get a heartbeat.
             on_connected: Called when a client has connected.
         """
         self._engine = engine

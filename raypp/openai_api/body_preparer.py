@@ -102,7 +102,7 @@ class BodyPreparer:
             check_tokens: Called with the number of prompts and of their tokens so far; raises when they are too many.
 
         Raises:
-            RequestError: it cannot be run. What only the engine can tell is told when it is run.
+            RequestError: it cannot be run. What only the engine knows comes when it is run.
         """
         self._warn_of_ignored(request)
         if isinstance(request, ChatRequest):
@@ -140,7 +140,7 @@ class BodyPreparer:
     ) -> list[Int32s]:
         """Return the token ids of each text, int32 [T].
 
-        Many are tokenized a slice at a time: nobody waits for all of them.
+        Many are tokenized a slice at a time: other requests wait for a slice at most.
 
         Args:
             texts: What to tokenize.
@@ -175,7 +175,7 @@ class BodyPreparer:
         """Return what a body of `/v1/responses` becomes: the chat that it asks for, prepared.
 
         Raises:
-            RequestError: it cannot be run. What only the engine can tell is told when it is run.
+            RequestError: it cannot be run. What only the engine knows comes when it is run.
         """
         self._warn_of_ignored(request)
         chat = await _beside_if_long(len(request.input), request.chat)  # items, or characters of a single text
@@ -186,7 +186,7 @@ class BodyPreparer:
         """Return what a body of `/v1/messages` becomes: likewise.
 
         Raises:
-            RequestError: it cannot be run. What only the engine can tell is told when it is run.
+            RequestError: it cannot be run. What only the engine knows comes when it is run.
         """
         self._warn_of_ignored(request)
         chat = await _beside_if_long(len(request.messages), request.chat)

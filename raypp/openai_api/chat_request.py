@@ -136,7 +136,7 @@ class AnswerForm:
         style = self._call_syntax.arguments.style
         arguments: Form = {"type": "json_schema", "json_schema": use.argument_schema(tool, is_json=style == "json")}
         if style != "json":
-            # More white space at a time nobody needs, and a model might write nothing else for ever.
+            # More white space at a time is of no use, and a model might write nothing else for ever.
             arguments |= {"style": style, "max_whitespace_cnt": 1}
         return [*self._text(before.removeprefix(written)), arguments, *self._text(behind)]
 
@@ -247,7 +247,7 @@ _NOT_FOR_TEMPLATES = frozenset(
         "continue_final_message",
     }
 )
-"""Arguments of the rendering itself. Whoever sends a request must not bring the template: it is a program."""
+"""Arguments of the rendering itself. A request must not bring the template: it is a program."""
 
 
 class ResponseFormat(RequestModel):

@@ -194,7 +194,7 @@ def usage_of(outputs: Sequence[RequestOutput], num_reasoning: Callable[[Completi
 
     Args:
         outputs: The engine's.
-        num_reasoning: Returns how many of a continuation's tokens are thoughts; None: nobody asks.
+        num_reasoning: Returns how many of a continuation's tokens are thoughts; None: the usage does not say.
     """
     texts = [completion for output in outputs for completion in output.outputs]
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
@@ -359,7 +359,7 @@ class PreparedChat:
 
 @dataclass(frozen=True)
 class RetoldChat:
-    """A chat whose answer is told in another API's words."""
+    """A chat whose answer has another API's shape."""
 
     chat: PreparedChat
 

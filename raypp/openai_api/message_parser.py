@@ -214,7 +214,7 @@ class MessageParser:
             begun: What the prompt has begun of the syntax; see `thoughts.begun_in`.
             is_continued: Whether the prompt has begun the message: its white space counts, and no thought comes first.
             must_call: Whether the text is held to calls: what is none is the beginning of one that was cut off.
-            as_function_call: Whether calls are told in the older form; see `MessageDelta.plain`.
+            as_function_call: Whether calls have the older form; see `MessageDelta.plain`.
             schemas: Of the functions' arguments, by name.
         """
         self.as_function_call = as_function_call

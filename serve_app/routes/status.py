@@ -118,7 +118,7 @@ class ServerInfo(OpenAIModel):
 
 
 def control_routes(context: AppContext) -> APIRouter:
-    """Return the routes for whoever runs the server."""
+    """Return the routes for operators of the server."""
     router = APIRouter(tags=["control"])
 
     @router.post("/reset_prefix_cache", responses=documented(401, 500))
