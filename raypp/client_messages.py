@@ -217,7 +217,15 @@ def _add_frames(requests: Sequence[Request]) -> list[bytes | memoryview]:
         header["num_output_tokens"] = len(request.output_token_ids)  # they follow the prompt, or the request before
         header["bad_word_token_ids"] = request.bad_word_token_ids
         header["eos_token_ids"] = sorted(request.eos_token_ids)
-        header["items"] = None if request.items is None else _items_header(request.items)
+        header["items"] = None
+        if (items := request.items) is not None:
+            header["items"] = {
+                "items": [
+                    [item.key.hex(), *item.grid_thw, item.num_tokens, item.patches.shape[1]] for item in items.items
+                ],
+                "starts": items.starts,
+                "merge_size": items.merge_size,
+            }
         headers.append(header)
         before = request
     payload = np.concatenate(token_ids).astype("<i4", copy=False) if token_ids else NO_INT32S
@@ -258,14 +266,6 @@ def _requests_from(
 def _end_tokens(token_ids: tuple[int, ...]) -> frozenset[int]:
     """Return one set for all requests of a model: a set for each would take more memory than the rest of it."""
     return frozenset(token_ids)
-
-
-def _items_header(items: PromptItems) -> dict[str, Any]:
-    return {
-        "items": [[item.key.hex(), *item.grid_thw, item.num_tokens, item.patches.shape[1]] for item in items.items],
-        "starts": items.starts,
-        "merge_size": items.merge_size,
-    }
 
 
 def _items_from(

@@ -82,10 +82,11 @@ class Replaceable(Protocol):
 
 def close_replaced_engines() -> None:
     """Close the engines whose names the running cell assigns. Outside of a notebook there are none."""
-    shell = _shell()
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is None:
         return
-    for engine in engines_replaced_by(_running_cell(shell), shell.user_ns):
+    cells = shell.history_manager.input_hist_parsed  # magics are Python calls here; the running cell is the last
+    for engine in engines_replaced_by(str(cells[-1]) if cells else "", shell.user_ns):
         engine.close_when_replaced()
 
 
@@ -118,17 +119,6 @@ def _assigned_names(tree: ast.Module) -> Iterable[str]:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         waiting.extend(ast.iter_child_nodes(node))
-
-
-def _shell() -> Any:
-    """Return IPython's shell if this process is one."""
-    ipython = sys.modules.get("IPython")
-    return ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
-
-
-def _running_cell(shell: Any) -> str:
-    inputs = shell.history_manager.input_hist_parsed  # magics are Python calls here; the running cell is the last
-    return str(inputs[-1]) if inputs else ""
 
 
 _LOG = logging.getLogger(__name__)
@@ -316,7 +306,8 @@ def open_engine(
         if not eos_token_ids and tokenizer is not None:  # the model's own word counts; not all have one
             eos_token_ids = tokenizer.eos_token_ids
             _check_in_vocabulary(eos_token_ids, info)
-        pictures, sampling_defaults = _picture_reader(config, info), info.get("sampling_defaults", {})
+        vision, sampling_defaults = info.get("vision"), info.get("sampling_defaults", {})
+        pictures = None if vision is None else PictureReader(vision, info["max_model_len"], Fetcher(config.images))
         preparer = RequestPreparer(
             tokenizer,
             vocab_size=info["vocab_size"],
@@ -366,12 +357,6 @@ def _check_in_vocabulary(eos_token_ids: Collection[int], info: Mapping[str, Any]
             expected=f"token ids from 0 to {info['vocab_size'] - 1}",
             hint="the tokenizer does not belong to this model, or config.json lacks eos_token_id",
         )
-
-
-def _picture_reader(config: EngineConfig, info: Mapping[str, Any]) -> PictureReader | None:
-    """Return what reads the model's images; None for a model that takes none."""
-    vision = info.get("vision")
-    return None if vision is None else PictureReader(vision, info["max_model_len"], Fetcher(config.images))
 
 
 def _config_of(model: Model, settings: Mapping[str, object]) -> EngineConfig:

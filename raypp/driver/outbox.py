@@ -174,9 +174,5 @@ def _stacked(columns: Sequence[NDArray[Any]], width: int) -> NDArray[Any]:
     if len(columns) == 1:
         return columns[0]
     return np.concatenate(
-        [column if column.ndim == 1 or column.shape[1] == width else _widened(column, width) for column in columns]
+        [column if column.ndim == 1 else np.pad(column, ((0, 0), (0, width - column.shape[1]))) for column in columns]
     )
-
-
-def _widened(column: NDArray[Any], width: int) -> NDArray[Any]:
-    return np.pad(column, ((0, 0), (0, width - column.shape[1])))

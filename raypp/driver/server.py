@@ -46,7 +46,7 @@ from raypp.driver.failure_reports import BLAME_S, FailureReports, Witness
 from raypp.driver.outbox import Outbox
 from raypp.driver.stage_health import StageHealth
 from raypp.errors import QueueFullError, RayppError, RequestError
-from raypp.prompt_items import EncoderItem, PromptItems
+from raypp.prompt_items import EncoderItem
 from raypp.request import Request, RequestUpdate
 from raypp.request_memory import RequestMemory
 from raypp.scheduler.scheduler_stats import SchedulerStats
@@ -118,7 +118,7 @@ class OpenRequests:
                 expected="an id of its own",
             )
         if request.items is not None:
-            request.items = _without_buffers(request.items)
+            request.items = replace(request.items, items=tuple(map(_without_buffer, request.items.items)))
         request.items = self._memory.add(request, request, is_new=not request.num_earlier_tokens)
         self._of_client.setdefault(request.client, {})[request.request_id] = request
 
@@ -128,10 +128,6 @@ class OpenRequests:
             of_client = self._of_client.get(request.client, {})
             if of_client.get(request.request_id) is request:
                 del of_client[request.request_id]
-
-
-def _without_buffers(items: PromptItems) -> PromptItems:
-    return replace(items, items=tuple(map(_without_buffer, items.items)))
 
 
 def _without_buffer(item: EncoderItem) -> EncoderItem:
@@ -330,7 +326,8 @@ class DriverServer:
             raise error
         if time.monotonic() >= self._next_heartbeat_s:
             self._pipeline.send_heartbeat()
-            self._tell_all(Alive())
+            for client in list(self._requests.clients):
+                self._send(client, Alive())
             self._next_heartbeat_s = time.monotonic() + self._heartbeat_s
             self._draft_log.note(self._engine.stats(), time.monotonic())
 
@@ -453,10 +450,6 @@ class DriverServer:
             in_flight.setdefault(request.client, []).append(request.handle)
         for client in list(self._requests.clients):
             self._send(client, EngineDead(error, in_flight.get(client, [])))
-
-    def _tell_all(self, message: DriverMessage) -> None:
-        for client in list(self._requests.clients):
-            self._send(client, message)
 
     def _send(self, client: bytes, message: DriverMessage) -> None:
         try:
