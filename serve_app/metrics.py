@@ -410,13 +410,13 @@ class LiveFeed:
     def __init__(self, llm: AsyncLLM, period_s: float) -> None:
         self._llm = llm
         self._period_s = period_s
-        self._viewers: set[asyncio.Queue[str]] = set()
+        self.viewers: set[asyncio.Queue[str]] = set()
         self._task: asyncio.Task[None] | None = None
 
     async def events(self, num_frames: int | None = None) -> AsyncGenerator[str, None]:
         """Yield frames as server-sent events, without end or as many as asked for."""
         frames: asyncio.Queue[str] = asyncio.Queue(_MAX_BACKLOG)
-        self._viewers.add(frames)
+        self.viewers.add(frames)
         if self._task is None:
             self._task = asyncio.create_task(self._poll())
         try:
@@ -425,8 +425,8 @@ class LiveFeed:
                 yield await frames.get()
                 num_sent += 1
         finally:
-            self._viewers.discard(frames)
-            if not self._viewers:
+            self.viewers.discard(frames)
+            if not self.viewers:
                 await self._stop()
 
     async def _stop(self) -> None:
@@ -460,7 +460,7 @@ class LiveFeed:
 
     def _hand_out(self, frame: Mapping[str, Any]) -> None:
         event = f"data: {json.dumps(frame, separators=(',', ':'))}\n\n"
-        for viewer in self._viewers:
+        for viewer in self.viewers:
             if viewer.full():
                 viewer.get_nowait()
             viewer.put_nowait(event)

@@ -48,7 +48,7 @@ def test_frames_show_what_the_stages_did(app: RunningApp, http: httpx.Client) ->
 def test_nothing_is_asked_when_nobody_looks(app: RunningApp, http: httpx.Client) -> None:
     assert len(frames_of(http, 3)) == 3
     live = app.context.live
-    app.wait_until(lambda: not live._viewers and live._task is None, "nobody looks and nothing is asked")
+    app.wait_until(lambda: not live.viewers and live._task is None, "nobody looks and nothing is asked")
 
 
 def test_viewers_share_what_is_asked(app: RunningApp) -> None:
@@ -56,8 +56,8 @@ def test_viewers_share_what_is_asked(app: RunningApp) -> None:
         one, two = (stack.enter_context(httpx.Client(base_url=app.url, timeout=30)) for _ in range(2))
         streams = [stack.enter_context(client.stream("GET", "/live")).iter_lines() for client in (one, two)]
         assert all(next(lines).startswith('data: {"time_us":') for lines in streams)
-        assert app.context.live.num_viewers == 2
-    app.wait_until(lambda: not app.context.live.num_viewers, "both have left")
+        assert len(app.context.live.viewers) == 2
+    app.wait_until(lambda: not app.context.live.viewers, "both have left")
 
 
 def test_a_wrong_number_of_frames_is_refused(http: httpx.Client) -> None:
