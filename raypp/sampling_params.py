@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, Self, get_type_hints
 
 from raypp.errors import RequestError
@@ -431,6 +431,8 @@ class SamplingParams:
         """Bring values into their kept form, and check them."""
         for name, parameter in PARAMETERS.items():
             given = getattr(self, name)
+            if given is _DEFAULTS[name]:
+                continue
             value = _kept(name, parameter, given)
             if value is not given:
                 object.__setattr__(self, name, value)
@@ -497,6 +499,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     if hasattr(annotation, "__metadata__")
 }
 """By name, in the order of the fields."""
+_DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}
 
 
 def _kept(name: str, parameter: Parameter, value: Any) -> Any:
