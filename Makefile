@@ -42,10 +42,10 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest --ignore tests/ray --ignore tests/gpu --ignore tests/soak --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder; \
 	  status=$$?; $(BIN)/python -m pytest tests/ray tests/gpu && exit $$status
 
-# What takes long: hostile clients, chaos, clients' real packages, clean environments, other tests in full size. At most
-# an hour; it writes tests/soak/last_run.md. Installing a client's packages takes minutes in which no test says anything.
+# What takes long. PART is one of clients, models, chaos, docs, sizes, each at most an hour; without it all follow each
+# other. It writes tests/soak/last_run.md. Installing a client's packages takes minutes in which no test says anything.
 soak: $(INSTALLED)
-	$(BIN)/python -m pytest tests/soak --override-ini faulthandler_timeout=1800 --verbose
+	$(BIN)/python -m pytest tests/soak $(if $(PART),--part $(PART)) --override-ini faulthandler_timeout=1800 --verbose
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -24,9 +24,8 @@ from workload import model_settings
 
 from raypp.config.engine_config import EngineConfig
 from raypp.encoder.build_encoder import build_manager
-from raypp.encoder.encoded_item import EncodedItem
-from raypp.encoder.encoder_graphs import EncoderCudaGraphManager
-from raypp.encoder.graph_choice import GraphChoice
+from raypp.encoder.encoder_graphs import EncoderCudaGraphManager, GraphChoice
+from raypp.encoder.protocol import EncodedItem
 from raypp.graphs.buckets import Buckets
 from raypp.models.registry import build_encoder
 from raypp.models.weights import open_weights

@@ -9,8 +9,7 @@ import numpy as np
 
 from raypp.api.picture_prompts import EncodedPrompt
 from raypp.models.vision_config import VisionConfig
-from raypp.pictures.patches import fitted_size
-from raypp.pictures.places import place_pictures
+from raypp.pictures.patches import fitted_size, place_pictures
 from raypp.prompt_items import EncoderItem
 
 

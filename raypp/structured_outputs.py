@@ -40,8 +40,10 @@ def as_structured_outputs(value: object) -> StructuredOutputs | None:
     given = {key: entry for key, entry in value.items() if entry is not None and (key, entry) != ("json_object", False)}
     if not given:
         return None
-    if len(given) > 1 or not given.keys() <= set(KINDS):
-        raise _refused("not one of the kinds there are", sorted(map(str, given)))
+    if not given.keys() <= set(KINDS):
+        raise _refused("not one of the kinds there are", sorted(map(str, given.keys() - set(KINDS))))
+    if len(given) > 1:
+        raise _refused("several kinds for one text", sorted(given))
     [(kind, entry)] = given.items()
     return {kind: _kept(kind, entry)}
 
@@ -65,7 +67,7 @@ def _kept(kind: str, entry: object) -> Any:
             kept = list(dict.fromkeys(entry))
         case _:
             if not isinstance(entry, str) or not entry:
-                raise _refused(f"{kind} is not text", entry)
+                raise _refused(f"{kind} is {'empty' if entry == '' else 'not text'}", entry)
             kept = entry
     num_chars = len(kept) if isinstance(kept, str) else sum(map(len, kept))
     if num_chars > MAX_SOURCE_CHARS:

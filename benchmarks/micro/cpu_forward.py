@@ -28,7 +28,7 @@ from raypp.models.decoder import DecoderModel
 from raypp.models.registry import build_model, resolve_model_path
 from raypp.models.weights import CheckpointWeights
 from raypp.ops.attention import AttentionBatch
-from raypp.ops.cpu.linear import Linear
+from raypp.ops.cpu.torch_kernels import Linear
 from raypp.ops.kv_cache import allocate_kv_cache
 
 BLOCK_SIZE = 16

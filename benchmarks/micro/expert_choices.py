@@ -20,10 +20,9 @@ from raypp.models.config import ModelConfig, load_model_config
 from raypp.models.registry import build_model
 from raypp.models.weights import open_weights
 from raypp.ops.attention import AttentionBatch
-from raypp.ops.backend import Experts, KernelSet
+from raypp.ops.backend import Experts, KernelSet, Routing, choose_experts
 from raypp.ops.device_kernels import choose_kernels
 from raypp.ops.kv_cache import allocate_kv_cache
-from raypp.ops.routing import Routing, choose_experts
 from raypp.ops.weight import Weight
 
 BLOCK_SIZE = 16

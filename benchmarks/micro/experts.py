@@ -28,12 +28,11 @@ from graph_timer import require_gpu, time_us
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import print_report
 
+from raypp.ops.backend import Routing, choose_experts
 from raypp.ops.cuda import expert_products as products
-from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape, choose_cut
-from raypp.ops.cuda.experts import CudaExperts
+from raypp.ops.cuda.experts import CudaExperts, ExpertCut, ExpertShape, choose_cut
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.router_kernels import arrange, route
-from raypp.ops.routing import Routing, choose_experts
 from raypp.ops.weight import Weight, WeightKind
 
 SHAPES = {

@@ -28,8 +28,7 @@ from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.heads import append_heads, rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
-from raypp.ops.cuda.prefill_attention import FlashInferPrefill
-from raypp.ops.cuda.step_attention import MAX_FUSED_TOKENS
+from raypp.ops.cuda.step_attention import MAX_FUSED_TOKENS, FlashInferPrefill
 from raypp.ops.kv_cache import FP8
 
 BF16 = torch.bfloat16

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "gpu"))
 from report import print_report
 
-from raypp.ops.cuda import scaled_library
+from raypp.ops.cuda import quantized_projection
 from raypp.ops.cuda.cuda_kernels import CudaKernels
 from raypp.ops.cuda.int4_products import Int4Tuning
 from raypp.ops.cuda.kernel_launch import Device
@@ -391,12 +391,15 @@ def print_humming(folder: str, figures: dict[str, Any]) -> None:
 def print_library() -> None:
     """Print which of the library's ways work."""
     device = torch.device("cuda")
-    for product, block in ((scaled_library.by_output, 1), (scaled_library.by_block, scaled_library.BLOCK)):
+    for product, block in (
+        (quantized_projection.scaled_by_output, 1),
+        (quantized_projection.scaled_by_block, quantized_projection.BLOCK),
+    ):
         try:
             blocks = 768 // block if block > 1 else 1
             data, weight = (torch.ones(rows, 768, device=device).to(torch.float8_e4m3fn) for rows in (100, 256))
             x_scale, scale = torch.rand(blocks, 100, device=device), torch.rand(256 // block, blocks, device=device)
-            y = product(QuantizedTokens(data, x_scale, 98), weight, scaled_library.prepared(product, scale))
+            y = product(QuantizedTokens(data, x_scale, 98), weight, quantized_projection.prepared_scale(product, scale))
             expected = (x_scale.t() @ scale.t() * (768 // blocks)).repeat_interleave(block, 1)
             print(f"   {product.__name__}: largest error {(y.float() - expected).abs().max().item():.3g}")
         except Exception as error:

@@ -5,7 +5,7 @@
 
 Every candidate is timed inside of whole layers (see `experts.py`): first those of the first product, then, with the
 best of them, those of the second. What was found replaces its entries in `--table`, by default the one that comes with
-the package, under the name of this GPU; `raypp.ops.cuda.expert_tuning` looks cuts up there. The last line is JSON.
+the package, under the name of this GPU; `raypp.ops.cuda.experts` looks cuts up there. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from graph_timer import require_gpu
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import print_report
 
-from raypp.ops.cuda.expert_tuning import (
+from raypp.ops.cuda.experts import (
     TABLE,
+    CudaExperts,
     ExpertCut,
     ExpertShape,
     cut_entry,
     default_cut,
     shape_entry,
 )
-from raypp.ops.cuda.experts import CudaExperts
 from raypp.ops.cuda.projection import Tuning
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048, 8192)

@@ -6,11 +6,12 @@ from typing import Any
 
 from raypp.config.env import passed_on
 
-_SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-"""For actors that map the memory of their neighbours' GPUs."""
+_ON_GPU = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "RAY_worker_niceness": "0"}
+"""For actors on GPUs: they map the memory of their neighbours' GPUs, and run at the priority of other processes (15 is
+what a cluster gives them; a Ray of raypp's own gives all actors 0)."""
 
 
-def actor_environment(*, sees_all_gpus: bool = False) -> dict[str, Any]:
+def actor_environment(*, on_gpu: bool = False) -> dict[str, Any]:
     """Return options of an actor; none where nothing is set, so that a process that Ray keeps ready can be used."""
-    variables = passed_on() | (_SEES_ALL_GPUS if sees_all_gpus else {})
+    variables = passed_on() | (_ON_GPU if on_gpu else {})
     return {"runtime_env": {"env_vars": variables}} if variables else {}

@@ -34,8 +34,10 @@ _SETTINGS_FRAME, _FRAME_HEADER_BYTES = 4, 9
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0])
 _LOCAL_OBJECT_STORE_BYTES = 80 << 20  # nothing large travels through it; Ray refuses much less
 _LEAST_DISK_BYTES = 16 << 20  # of a local Ray's files when it starts: logs, state
-_PATIENCE = {"agent_register_timeout_ms": 600_000, "worker_register_timeout_seconds": 600}
-"""How long processes of a local Ray may take to start. The engine has its own limit, and notices processes that die."""
+_SYSTEM_CONFIG = {"agent_register_timeout_ms": 600_000, "worker_register_timeout_seconds": 600, "worker_niceness": 0}
+"""Of a local Ray: how long its processes may take to start (the engine has its own limit, and notices processes that
+die), and that actors run at the priority of other processes. Ray's default, 15, gives one a thirtieth of the processor
+time of a process beside it."""
 _STOP_S = 10.0  # for Ray to end in order
 _RAY_PRINTS = "ray_print_logs"
 _DEAD_WORKER = re.compile(
@@ -169,7 +171,7 @@ def _connect(address: str, shows_logs: bool, is_wanted: Callable[[], bool]) -> s
                     "include_dashboard": False,
                     "object_store_memory": _LOCAL_OBJECT_STORE_BYTES,
                     "_metrics_export_port": patience.enter_context(given_agent_ports()),
-                    "_system_config": _PATIENCE,
+                    "_system_config": _SYSTEM_CONFIG,
                 }
             ray.init(address=address, log_to_driver=shows_logs, configure_logging=False, **local)
     except Exception as error:  # of whatever class: Ray raises plain ones, too

@@ -19,9 +19,7 @@ from raypp.actors.processes import ActorProcess
 from raypp.models.registry import resolve_model_path
 
 if TYPE_CHECKING:
-    from raypp.encoder.encoder_spec import EncoderSpec
-    from raypp.encoder.item_fault import ItemFault
-    from raypp.encoder.protocol import SupportsEncoderCudaGraph
+    from raypp.encoder.protocol import EncoderSpec, ItemFault, SupportsEncoderCudaGraph
     from raypp.models.config import ModelConfig
     from raypp.prompt_items import EncoderItem
 

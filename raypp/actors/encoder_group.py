@@ -31,8 +31,7 @@ from raypp.actors.processes import ActorProcess, end_processes
 from raypp.actors.remote_errors import in_short, raypp_errors
 from raypp.driver.encoder_shares import EncodeCall, EncoderShares
 from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, ItemsStored, encoder_sums
-from raypp.encoder.encoder_spec import EncoderSpec
-from raypp.encoder.item_fault import ItemFault
+from raypp.encoder.protocol import EncoderSpec, ItemFault
 from raypp.errors import EncoderDiedError, RayppError
 from raypp.plan.engine_plan import EnginePlan
 from raypp.prompt_items import EncoderItem
@@ -338,7 +337,7 @@ def _make_actor(plan: EnginePlan, placement: Placement, index: int) -> Any:
         ),
         "max_concurrency": 8,  # calls beside the one that encodes: figures, and those who ask for themselves
         "max_restarts": plan.config.encoder.max_encoder_restarts,
-        **actor_environment(sees_all_gpus="GPU" in resources),
+        **actor_environment(on_gpu="GPU" in resources),
     }
     return ray.remote(EncoderActor).options(**options).remote()
 

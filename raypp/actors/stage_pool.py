@@ -171,7 +171,7 @@ def _make_actor(
         # run, trace, to stand by, one to spare, and what encoders bring
         "max_concurrency": 4 + plan.encoders.num_encoders,
         "max_restarts": 0,
-        **actor_environment(sees_all_gpus="GPU" in resources),
+        **actor_environment(on_gpu="GPU" in resources),
     }
     actor = ray.remote(_named(spec.stage_index)).options(**options)
     return actor.remote(spec, plan.model, factory, _node_share(plan, placement, place))

@@ -16,7 +16,7 @@ from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.errors import RequestError
 from raypp.messages import Int32s
 from raypp.pictures.content import Content, sources_as_contents, take_pictures
-from raypp.pictures.places import place_pictures
+from raypp.pictures.patches import place_pictures
 from raypp.pictures.reader import PictureMarks, PictureReader
 from raypp.prompt_items import PromptItems
 from raypp.sampling_params import MAX_CACHE_SALT_CHARS

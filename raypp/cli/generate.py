@@ -17,7 +17,7 @@ from raypp.errors import RequestError
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.pictures.fetch import Fetcher
-from raypp.pictures.read import open_image
+from raypp.pictures.reader import open_image
 from raypp.pictures.web_address import is_web_address
 from raypp.types import CompletionOutput, Logprobs, RequestOutput, SamplingParams
 

@@ -10,8 +10,7 @@ from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
 from raypp.errors import RayppError
-from raypp.grammar.compile import kind_and_value, refused
-from raypp.grammar.compiled_grammar import CompiledGrammar
+from raypp.grammar.compile import CompiledGrammar, kind_and_value, refused
 from raypp.grammar.grammar_threads import MAX_COMPILERS, CompileJob, GrammarBackend, GrammarCompileJob
 from raypp.structured_outputs import source_of
 

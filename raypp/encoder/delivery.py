@@ -7,7 +7,7 @@
 
 The memory is the receiver's and holds one parcel at a time: the next is written when the one before was taken in, which
 the sender learns by the answer to its call. No flag is waited for, by no stream: an encoder that dies half-way leaves
-rows that nobody reads, and the next one writes over them.
+rows that are never read, and the next one writes over them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.encoder.encoded_item import EncodedItem
+from raypp.encoder.protocol import EncodedItem
 from raypp.transport.ipc.cuda_device import CudaDevice
 
 _ALIGNMENT = 256
@@ -96,20 +96,18 @@ class ItemSender:
         return parcel
 
     def _pack(self, items: Sequence[EncodedItem], num_bytes: int) -> Parcel:
-        parcel = Parcel(
+        payload, target, offset = None, self._memory, 0
+        if target is None or num_bytes > self._num_bytes:
+            target = payload = torch.zeros(num_bytes, dtype=torch.uint8)
+        for item in items:
+            target[offset : offset + item.num_bytes].copy_(_bytes_of(item.rows))
+            offset += _aligned(item.num_bytes)
+        return Parcel(
             keys=tuple(item.key for item in items),
             shapes=tuple(tuple(item.rows.shape) for item in items),
             dtype=str(items[0].rows.dtype).removeprefix("torch."),
-            payload=None,
+            payload=None if payload is None else payload.numpy(),
         )
-        if self._memory is not None and num_bytes <= self._num_bytes:
-            for item, offset in zip(items, parcel.offsets, strict=False):
-                self._memory[offset : offset + item.num_bytes].copy_(_bytes_of(item.rows))
-            return parcel
-        payload = torch.zeros(num_bytes, dtype=torch.uint8)
-        for item, offset in zip(items, parcel.offsets, strict=False):
-            payload[offset : offset + item.num_bytes] = _bytes_of(item.rows).cpu()
-        return Parcel(parcel.keys, parcel.shapes, parcel.dtype, payload.numpy())
 
 
 class ItemReceiver:
@@ -132,7 +130,7 @@ class ItemReceiver:
     def open(self, encoder_index: int, num_bytes: int) -> bytes:
         """Return the handle of memory that an encoder writes into; one that was started again gets the same.
 
-        It is left to the end of the process: whether a dead encoder's last write has ended, nobody can tell.
+        It is kept to the end of the process: a dead encoder's last write may still be under way.
 
         Args:
             encoder_index: Whose memory.

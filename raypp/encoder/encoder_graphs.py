@@ -11,19 +11,24 @@ the same padded batches run on the same buffers with calls in place of graphs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Generic
 
 import torch
 
-from raypp.encoder.batch_buffers import BatchBuffers
-from raypp.encoder.encoded_item import EncodedItem
-from raypp.encoder.encoder_stats import EncoderStats
-from raypp.encoder.graph_choice import BudgetTimes, GraphChoice
-from raypp.encoder.packing import PackedBatch, pack_items
-from raypp.encoder.protocol import BatchShape, BatchT, SupportsEncoderCudaGraph
+from raypp.encoder.protocol import (
+    BatchShape,
+    BatchT,
+    EncodedItem,
+    EncoderGraphConfig,
+    Per,
+    SupportsEncoderCudaGraph,
+    TensorSpec,
+)
 from raypp.errors import ResourceError
 from raypp.graphs.buckets import Buckets
 from raypp.graphs.graph_manager import CudaGraphManager
@@ -33,6 +38,56 @@ from raypp.prompt_items import EncoderItem
 _MODE = "encoder"
 _NUM_MEASURED = 3
 _NUM_MEASURED_LAUNCHES = 15  # one figure, which all budgets are compared with
+
+
+class BatchBuffers:
+    """The inputs of batches up to a shape, allocated once for the largest; a smaller batch has the front.
+
+    Args:
+        config: What the inputs are.
+        largest: The largest shape.
+        device: Where they are.
+    """
+
+    def __init__(self, config: EncoderGraphConfig, largest: BatchShape, device: torch.device) -> None:
+        self._config = config
+        self._inputs = {
+            spec.name: torch.zeros(self._extent(spec, largest), dtype=spec.dtype, device=device)
+            for spec in config.inputs
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._inputs.values())
+
+    def inputs(self, shape: BatchShape) -> dict[str, torch.Tensor]:
+        """Return the inputs of a batch of that shape, by name. Their addresses are always the same."""
+        return {spec.name: self._inputs[spec.name][: self._extent(spec, shape)[0]] for spec in self._config.inputs}
+
+    def upload(self, values: Mapping[str, torch.Tensor], shape: BatchShape) -> None:
+        """Put into the inputs what they are to hold: queued from page-locked memory, at once from any other.
+
+        Args:
+            values: By name, on the host, never to change; they may be dropped. One that has fewer rows than its input
+                leaves the rest as it is.
+            shape: Of the batch.
+        """
+        inputs = self.inputs(shape)
+        assert values.keys() == inputs.keys(), f"values {sorted(values)} for inputs {sorted(inputs)}"
+        for name, value in values.items():
+            target, rows = inputs[name], len(value)
+            assert value.dtype == target.dtype, f"{name} is {value.dtype}, not {target.dtype}"
+            assert rows <= len(target), f"{name} has {rows} rows for {len(target)}"
+            target[:rows].copy_(value, non_blocking=True)
+
+    def _extent(self, spec: TensorSpec, shape: BatchShape) -> Sequence[int]:
+        num_rows = {
+            Per.TOKEN: shape.num_tokens,
+            Per.PATCH: shape.num_tokens * self._config.patches_per_token,
+            Per.ITEM: shape.max_items,
+        }[spec.per]
+        return (num_rows + spec.extra_rows, *spec.trailing)
 
 
 class EncoderCudaGraphManager(Generic[BatchT]):
@@ -102,7 +157,7 @@ class EncoderCudaGraphManager(Generic[BatchT]):
 
     def pack(self, items: Sequence[EncoderItem]) -> list[PackedBatch]:
         """Return which of the items are to be encoded together."""
-        sizes = [spec.num_tokens for spec in self._model.item_specs(items)]
+        sizes = [item.num_tokens for item in items]
         return pack_items(sizes, self._budgets.sizes[-1], self._max_items, self.choice.budget_of)
 
     def encode(self, items: Sequence[EncoderItem]) -> list[EncodedItem]:
@@ -166,15 +221,14 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         """Return the median time of a call and what it put on the device."""
         seconds = []
         for _ in range(1 + num_runs):
-            self._settle()
+            self._synchronize()
             started = time.perf_counter()
             function()
-            self._settle()
+            self._synchronize()
             seconds.append(time.perf_counter() - started)
         return median(seconds[1:])
 
-    def _settle(self) -> None:
-        """Wait for the device."""
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -183,3 +237,152 @@ class EncoderCudaGraphManager(Generic[BatchT]):
 
     def _forward(self, shape: BatchShape) -> torch.Tensor:
         return self._model.captured_forward(self._buffers.inputs(shape), shape)
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Items that are encoded by one forward."""
+
+    indices: tuple[int, ...]  # into the list of items, ascending
+    num_tokens: int  # of these items together
+    budget: int | None  # what they are padded to; None when they are encoded eagerly
+
+
+def pack_items(
+    num_tokens: Sequence[int], largest: int, max_items: int, budget_of: Callable[[Sequence[int]], int | None]
+) -> list[PackedBatch]:
+    """Fill batches one after the other, each with as many items as go into the largest budget.
+
+    Items keep their order, but for those too large for any budget: each of them is a batch of its own.
+
+    Args:
+        num_tokens: Of each item.
+        largest: The largest budget.
+        max_items: The most items of a batch.
+        budget_of: Returns what a batch of items of so many tokens each is padded to: the smallest budget that holds
+            them; None when they had better be encoded eagerly.
+    """
+    batches: list[PackedBatch] = []
+    indices: list[int] = []
+    filled = 0
+
+    def close() -> None:
+        nonlocal filled
+        if indices:
+            batches.append(PackedBatch(tuple(indices), filled, budget_of([num_tokens[index] for index in indices])))
+            indices.clear()
+            filled = 0
+
+    for index, size in enumerate(num_tokens):
+        if size > largest:
+            batches.append(PackedBatch((index,), size, None))
+            continue
+        if filled + size > largest or len(indices) == max_items:
+            close()
+        indices.append(index)
+        filled += size
+    close()
+    return batches
+
+
+@dataclass(frozen=True)
+class BudgetTimes:
+    """What full batches of one budget take, seconds: of one item, and of several."""
+
+    budget: int  # tokens
+    captured_s: float
+    eager_s: float
+    split_captured_s: float  # several items; the same as `captured_s` where there is room for one only
+    split_squares: int  # the sum of the squares of their tokens
+
+    def captured_with(self, squares: int) -> float:
+        """Return what the graph takes, by the sum of squares of its items, padding included."""
+        return self.captured_s - self._attention_s(squares)
+
+    def eager_with(self, squares: int) -> float:
+        """Return what a full batch takes eagerly, by the sum of squares of its items, unless launching takes longer."""
+        return self.eager_s - self._attention_s(squares)
+
+    def _attention_s(self, squares: int) -> float:
+        """Return how much less attention takes than for one item. By the graphs: eagerly, launching may hide it."""
+        if self.split_squares == self.budget**2:
+            return 0.0
+        difference = max(self.captured_s - self.split_captured_s, 0.0)
+        return difference * (self.budget**2 - squares) / (self.budget**2 - self.split_squares)
+
+
+class GraphChoice:
+    """Chooses by measurement whether a batch is worth its graph: a graph saves launches, and costs padding.
+
+        time of eager, by tokens      ______/     launches bound it below, computing above
+        time of graphs, by budget     __--''      a stair: padded to the next budget
+
+    Where the stair is above the line, the batch is computed eagerly. Items attend to themselves alone, so attention
+    takes what the squares of their sizes take. One item that fills a budget is one end, many small ones are the other;
+    both are measured, and the sum of its squares places a batch between them.
+
+    Args:
+        budgets: There are graphs for these.
+        times: Of each; empty where nothing was measured: then every batch that fits takes its graph.
+        launch_s: What the smallest batch takes eagerly: it is as many launches as any.
+    """
+
+    def __init__(self, budgets: Buckets, times: Mapping[int, BudgetTimes], launch_s: float = 0.0) -> None:
+        self._budgets = budgets
+        self.times = times
+        self.launch_s = launch_s
+
+    def budget_of(self, sizes: Sequence[int]) -> int | None:
+        """Return what a batch of items of these sizes, in tokens, is padded to; None: it is to be computed eagerly."""
+        num_tokens = sum(sizes)
+        budget = self._budgets.fit(num_tokens)
+        if budget is None or not self.times:
+            return budget
+        squares = sum(size**2 for size in sizes)
+        with_padding = squares + (budget - num_tokens) ** 2  # padding attends to itself, like one more item
+        captured_s = self.times[budget].captured_with(with_padding)
+        return budget if captured_s <= max(self.launch_s, self._computing_s(num_tokens, squares)) else None
+
+    def _computing_s(self, num_tokens: int, squares: int) -> float:
+        """Return what computing a batch takes eagerly: interpolated between the budgets around it."""
+        sizes = self._budgets.sizes
+        index = bisect_left(sizes, num_tokens)
+        above = self.times[sizes[index]].eager_with(squares)
+        if index == 0:
+            return above  # below the smallest budget launches count
+        start, end = sizes[index - 1], sizes[index]
+        below = self.times[start].eager_with(squares)
+        return below + (above - below) * (num_tokens - start) / (end - start)
+
+
+@dataclass(slots=True)
+class EncoderStats:
+    """Counters of encoded batches, and what their graphs cost."""
+
+    num_items: int = 0
+    """Encoded, not found in a cache."""
+    num_tokens: int = 0
+    """Of these items."""
+    num_captured_batches: int = 0
+    num_captured_items: int = 0
+    num_captured_tokens: int = 0
+    """Without padding."""
+    num_padding_tokens: int = 0
+    num_eager_batches: int = 0
+    """Encoded without a graph: an item larger than every budget, or a batch whose padding costs more than launching."""
+    num_oversize_items: int = 0
+    """Items that are larger than every budget."""
+    num_graphs: int = 0
+    capture_s: float = 0.0
+    graph_bytes: int = 0
+    """What capturing took of the device's memory, and the buffers of the batches."""
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of items that were encoded by a captured batch, 0..1."""
+        return self.num_captured_items / max(self.num_items, 1)
+
+    @property
+    def padding_share(self) -> float:
+        """The share of the captured batches' tokens that were padding, 0..1."""
+        return self.num_padding_tokens / max(self.num_captured_tokens + self.num_padding_tokens, 1)

@@ -1,6 +1,7 @@
 """A cache with a limit in bytes (or whatever else sizes are counted in): the least recently used goes first.
 
-What is pinned stays. Used where embeddings are kept (by content hash), and where it is decided who keeps them.
+What is pinned stays. An encoder keeps embeddings in one, by content hash; the scheduler plans with one which of them
+the first stage holds.
 """
 
 from __future__ import annotations

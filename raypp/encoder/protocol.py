@@ -16,12 +16,67 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
-import torch
-
-from raypp.encoder.encoded_item import EncodedItem
+from raypp.errors import RayppError
 from raypp.prompt_items import EncoderItem
+
+if TYPE_CHECKING:  # what is sent needs no torch
+    import torch
+
+
+@dataclass(frozen=True)
+class ItemFault:
+    """An item that cannot be encoded, through its own fault or for want of memory."""
+
+    key: bytes
+    error: RayppError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderSpec:
+    """One encoder of an engine; all of them are alike but for their index."""
+
+    encoder_index: int
+    model_path: str
+    load_format: Literal["auto", "dummy"]
+    dtype: str  # a torch dtype's name: the stages' own
+    device: str  # a torch device
+    seed: int
+    num_threads: int
+    captures: bool  # whether batches are CUDA graphs; else the same batches are encoded by calls
+    token_budgets: tuple[int, ...] | None  # None: what the model needs and the memory allows
+    max_images_per_batch: int
+    memory_bytes: int  # of the device, weights included; 0 on a CPU
+    cache_bytes: int
+    link_bytes: int  # memory of the first stage that it may write into
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class EncodedItem:
+    """What stands for one item in the language model: one tensor, so that it travels in one message.
+
+    N tokens, H hidden size of the language model, L of its leading layers that take a row too (deepstack; 0 for most).
+    """
+
+    key: bytes  # of the `EncoderItem`
+    rows: torch.Tensor  # [1 + L, N, H] of the stages' type and device, contiguous
+
+    @property
+    def embeddings(self) -> torch.Tensor:
+        """What the placeholders' tokens are embedded as, [N, H]."""
+        return self.rows[0]
+
+    @property
+    def deepstack(self) -> torch.Tensor:
+        """What is added to the residual stream after each of the first L layers, [L, N, H]."""
+        return self.rows[1:]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows."""
+        return self.rows.numel() * self.rows.element_size()
+
 
 BatchT = TypeVar("BatchT")
 """What a model makes of several items on the host: its own affair."""
@@ -58,7 +113,6 @@ class TensorSpec:
 class EncoderGraphConfig:
     """What does not change from batch to batch."""
 
-    modalities: tuple[str, ...]  # of the items that the model takes, e.g. ("image",)
     patches_per_token: int  # the most patches that an item may have for each of its tokens
     inputs: tuple[TensorSpec, ...]  # what `captured_forward` reads
 
@@ -69,14 +123,6 @@ class BudgetRange:
 
     min_tokens: int  # the smallest item
     max_tokens: int  # beyond it, computing takes so long that launching costs nothing
-
-
-@dataclass(frozen=True)
-class ItemSpec:
-    """The size of one item."""
-
-    num_tokens: int
-    num_patches: int
 
 
 class SupportsEncoderCudaGraph(Protocol[BatchT]):
@@ -91,9 +137,6 @@ class SupportsEncoderCudaGraph(Protocol[BatchT]):
 
     def budget_range(self) -> BudgetRange:
         """Return the budgets that are worth a graph."""
-
-    def item_specs(self, items: Sequence[EncoderItem]) -> list[ItemSpec]:
-        """Return the items' sizes."""
 
     def select_items(self, items: Sequence[EncoderItem], indices: Sequence[int]) -> BatchT:
         """Return a batch of some of the items, in the order of `indices`. All on the host, not padded.

@@ -14,12 +14,9 @@ from typing import Any, Generic
 import torch
 
 from raypp.encoder.delivery import ItemSender, Parcel
-from raypp.encoder.encoded_item import EncodedItem
-from raypp.encoder.encoder_graphs import EncoderCudaGraphManager
-from raypp.encoder.item_fault import ItemFault
+from raypp.encoder.encoder_graphs import EncoderCudaGraphManager, PackedBatch
 from raypp.encoder.lru_cache import LruCache
-from raypp.encoder.packing import PackedBatch
-from raypp.encoder.protocol import BatchT
+from raypp.encoder.protocol import BatchT, EncodedItem, ItemFault
 from raypp.errors import RayppError, RequestError
 from raypp.prompt_items import EncoderItem
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from raypp.errors import RequestError, page
@@ -44,10 +45,13 @@ def grammar_of(source: str) -> str:
     """
     kind, value = kind_and_value(source)
     try:
-        return _lark(kind, value)
+        grammar = _lark(kind, value)
+        if half := re.search("[\ud800-\udfff]", grammar):
+            raise ValueError(f"the character \\u{ord(half[0]):x}, which is half of one")
+        return grammar
     except RecursionError:
         raise refused(kind, "it is nested too deeply") from None
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:  # the latter of the number of a character
         raise refused(kind, str(error)) from None
 
 
@@ -65,7 +69,8 @@ def _lark(kind: str, value: Any) -> str:
             start = lark_of_grammar(value)
         case _:
             start = lark_of_structural_tag(json.loads(value))
-    return f"{LARK_MARK} {{}}\n{start}\n"
+    # Without one more line in front of a user's Lark: errors say in which of its lines they are.
+    return f"{start}\n" if start.lstrip().startswith(LARK_MARK) else f"{LARK_MARK} {{}}\n{start}\n"
 
 
 def kind_and_value(source: str) -> tuple[str, Any]:

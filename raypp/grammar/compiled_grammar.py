@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypp.grammar.lark import LARK_MARK
+from raypp.grammar.lark import LARK_MARK, reason_of
 from raypp.grammar.vocabulary import Vocabulary
 from raypp.messages import Int32s
 
@@ -116,5 +116,4 @@ def _is_at_a_loss(matcher: Any) -> bool:
 
 def _check(matcher: Any) -> None:
     if matcher.is_error():
-        said = matcher.get_error().partition("\n")[0]
-        raise CompiledGrammarError(said.partition("failed to compile JSON schema: ")[2] or said)
+        raise CompiledGrammarError(reason_of(matcher.get_error()))

@@ -26,7 +26,9 @@ JSON_FORM: Mapping[str, Any] = {
 """How JSON is written."""
 
 _MAX_LEVELS = 1_500  # of 3 KiB of stack each
-_LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|%json\s*')
+_MAX_SHOWN_CHARS = 80
+# As llguidance's lexer has them: a pattern may have several lines, and a special token quotes and #.
+_LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|//[^\n]*|#[^\n]*|<[^<>\s]+>|%json\s*')
 _EBNF_TOKEN = re.compile(
     r"""\s+ | \#[^\n]* | (?P<rule>[^\W\d][\w.-]*)\s*::= | (?P<name>[^\W\d][\w.-]*) | (?P<text>"(?:\\.|[^"\\\n])*")
     | (?P<chars>\[\^?(?:\\.|[^\]\\])*\]) | (?P<sign>[()|*+?.]) | (?P<times>\{\s*\d+\s*(?:,\s*\d*\s*)?\})""",
@@ -55,7 +57,25 @@ def check_schema(schema: Any) -> None:
     from llguidance import LLMatcher
 
     if said := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(f"start: {json_rule(schema)}")):
-        raise cannot_be_enforced("#", said.partition("JSON schema: ")[2].partition("\n")[0] or said)
+        raise cannot_be_enforced("#", reason_of(said))
+
+
+def reason_of(said: str) -> str:
+    """Return in a line why llguidance takes no grammar, of what it says in many: of a pattern, which part and why."""
+    at = re.match(r"at \d+\(\d+\): ", said)
+    said = said.partition("failed to compile JSON schema: ")[2] or said
+    said = re.sub(r'^(?:at \d+\(\d+\): )?invalid regex ".*" \(in regex\): ', at[0] if at else "", said)
+    first, _, rest = said.partition("\n")
+    why = re.search("^error: (.*)", rest, re.MULTILINE)
+    if not first.endswith("regex parse error:") or not why:
+        return first
+    place = re.match(r" {4}(.*)\n {4}( *)(\^+)", rest)
+    if not place:  # a pattern of several lines
+        return f"{first} {why[1]}"
+    pattern, begin = place[1], len(place[2])
+    marked = pattern[begin : begin + len(place[3])][:_MAX_SHOWN_CHARS]
+    around = pattern[max(begin - _MAX_SHOWN_CHARS, 0) : begin + _MAX_SHOWN_CHARS]
+    return f"{first} {why[1]}: {marked or 'its end'} in {around}"
 
 
 def literal(text: Any) -> str:
@@ -70,11 +90,17 @@ def literal(text: Any) -> str:
 
 
 def regex(pattern: str) -> str:
-    """Return a regular expression, which all of a text matches."""
+    """Return a regular expression, which all of a text matches.
+
+    Raises:
+        ValueError: it would be read in another way.
+    """
     from llguidance import regex_to_lark
 
     bare = pattern.removeprefix("^")
-    bare = bare[:-1] if re.search(r"(?<!\\)(?:\\\\)*\$$", bare) else bare
+    bare = bare[:-1] if re.search(r"(?<!\\)(?:\\\\)*\$\Z", bare) else bare
+    if re.search(r"(?<!\\)(?:\\\\)*\\\Z", bare):  # regex_to_lark would drop it
+        raise ValueError(f"the pattern {pattern[:40]!r} ends with a \\ that escapes nothing")
     return f"/{regex_to_lark(pattern_of(bare), 'dw')}/" if bare else '""'
 
 
@@ -103,8 +129,10 @@ def lark_of_grammar(text: str) -> str:
         if not found[0].startswith("%json"):
             pieces.append(found[0])
             continue
-        schema, at = json.JSONDecoder().raw_decode(text, at)
-        pieces.append(json_rule(schema))
+        schema, after = json.JSONDecoder().raw_decode(text, at)
+        num_lines = text.count("\n", found.start(), after)  # as many as before: errors say in which line they are
+        pieces.append(json_rule(schema).replace(" ", " " + "\n" * num_lines, 1))
+        at = after
     _check_depth("".join([*plain, text[at:]]))
     return "".join([*pieces, text[at:]])
 

@@ -49,13 +49,13 @@ _COUNTS = (
     "minContains",
     "maxContains",
 )
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys((*_MAPS, "dependentRequired"), ((dict,), f"an object of at most {MAX_PROPERTIES:,} names")),
     **dict.fromkeys(_LISTS, ((list,), "a list of schemas")),
     **dict.fromkeys(_SCHEMAS, ((dict, bool), "a schema")),
     **dict.fromkeys(_COUNTS, ((int, float), f"a whole number from 0 to {MAX_COUNT:,}")),
-    **dict.fromkeys(_BOUNDS, ((int, float, bool), "a number")),
+    **dict.fromkeys(BOUNDS, ((int, float, bool), "a number")),
     "items": ((dict, bool, list), "a schema"),
     "multipleOf": ((int, float), "a number above 0"),
     "type": ((str, list), "a type, or a list of them"),
@@ -84,7 +84,7 @@ def checked(root: Any) -> dict[int, Any]:
     Raises:
         RequestError: names the first part that could not be enforced.
     """
-    resource: Resource[Any] = Resource.from_contents(root if isinstance(root, dict) else {}, DRAFT202012)
+    resource = _resource("#", root if isinstance(root, dict) else {})
     base = resource.id() or ""
     resolver = Registry[Any]().with_resource(base, resource).resolver(base)
     targets, edges, seen = dict[int, Any](), dict[int, set[int]](), set[int]()
@@ -101,7 +101,7 @@ def checked(root: Any) -> dict[int, Any]:
         if len(seen) > MAX_SCHEMA_NODES:
             raise cannot_be_enforced("#", f"more than {MAX_SCHEMA_NODES:,} parts")
         if "$id" in schema and schema is not root:
-            resolver = resolver.in_subresource(Resource.from_contents(schema, DRAFT202012))
+            resolver = resolver.in_subresource(_resource(at, schema))
         _check_keywords(at, schema)
         for keyword, place, child in children(schema):
             waiting.append((f"{at}/{place}", child, resolver, depth + 1))
@@ -110,7 +110,7 @@ def checked(root: Any) -> dict[int, Any]:
         if "$ref" in schema:
             try:
                 resolved = resolver.lookup(schema["$ref"])
-            except (Unresolvable, ValueError):
+            except (Unresolvable, ValueError, TypeError, AttributeError):  # the last of names that are no texts
                 what = f"$ref to {schema['$ref'][:80]!r}: it has to name a part of the schema itself"
                 raise cannot_be_enforced(at, what) from None
             targets[id(schema)] = resolved.contents
@@ -126,6 +126,16 @@ def checked(root: Any) -> dict[int, Any]:
 def is_note(keyword: str) -> bool:
     """Return whether no text can offend against a keyword: it describes, or is an extension, `x-...`, of some tool."""
     return keyword in _NOTES or keyword.startswith("x-")
+
+
+def _resource(at: str, schema: dict[str, Any]) -> Resource[Any]:
+    """Return a schema as what references within it are relative to."""
+    try:
+        resource: Resource[Any] = Resource.from_contents(schema, DRAFT202012)
+        resource.id()
+    except AttributeError:
+        raise cannot_be_enforced(at, "$id, id or $schema that is no text", expected="a text") from None
+    return resource
 
 
 def children(schema: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -164,6 +174,9 @@ def _check_keywords(at: str, schema: dict[str, Any]) -> None:
             is_right = is_right and value in range(MAX_COUNT + 1)
         if not is_right:
             raise cannot_be_enforced(at, f"{keyword} {str(value)[:40]!r}", expected=expected)
+        if keyword in ("required", "properties", "patternProperties", "pattern"):
+            for text in [value] if isinstance(value, str) else value:
+                _check_characters(at, text)
         match keyword:
             case "type":
                 _check_types(at, value)
@@ -177,12 +190,17 @@ def _check_keywords(at: str, schema: dict[str, Any]) -> None:
                     _ = [pattern_of(pattern) for pattern in ([value] if keyword == "pattern" else value)]
                 except ValueError as error:
                     raise cannot_be_enforced(at, str(error)) from None
-            case _ if keyword in _BOUNDS and not isinstance(value, bool):
+            case _ if keyword in BOUNDS and not isinstance(value, bool):
                 _check_number(at, value, _MAX_EXACT if isinstance(value, int) else _MAX_BOUND_DIGITS)
 
 
 def _are_names(names: list[Any]) -> bool:
     return all(isinstance(name, str) for name in names)
+
+
+def _check_characters(at: str, text: str) -> None:
+    if half := re.search("[\ud800-\udfff]", text):
+        raise cannot_be_enforced(at, f"the character \\u{ord(half[0]):x}, which is half of one")
 
 
 def _check_types(at: str, value: str | list[Any]) -> None:
@@ -204,6 +222,7 @@ def check_values(at: str, values: list[Any]) -> None:
             case str():
                 if re.search(r"[\x00-\x07\x0b\x0e-\x1f\x7f]", value):
                     raise cannot_be_enforced(at, f"the value {value[:40]!r}, with a control character")
+                _check_characters(at, value)
             case int() | float():
                 _check_number(at, value, _MAX_EXACT)
             case dict():

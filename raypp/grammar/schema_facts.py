@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -41,7 +41,7 @@ class Facts:
         if self._num_steps > _MAX_STEPS:
             raise cannot_be_enforced("#", "parts that refer to each other too often")
 
-    def in_place(self, schema: Any, keywords: Iterable[str]) -> Iterator[dict[str, Any]]:
+    def in_place(self, schema: Any, keywords: Container[str]) -> Iterator[dict[str, Any]]:
         """Yield a schema and those of the same value that it has by certain keywords."""
         waiting, seen = [schema], set[int]()
         while waiting:
@@ -84,11 +84,29 @@ class Facts:
         if values[0] and values[1] and not ({*map(_key, values[0][0])} & {*map(_key, values[1][0])}):
             return True
         if common == {"object"}:
-            names = {name for parts in sides for part in parts for name in part.get("required", ())}
+            names = dict.fromkeys(name for parts in sides for part in parts for name in part.get("required", ()))
             return any(self.are_apart(a, b) for name in names for a in _of_name(sides[0], name)
                        for b in _of_name(sides[1], name))  # fmt: skip
         if common == {"number"}:
             return _low(sides[0]) > _high(sides[1]) or _low(sides[1]) > _high(sides[0])
+        return False
+
+    def have_own_constants(self, schemas: list[Any]) -> bool:
+        """Return whether each of many schemas has constants that no other has, itself or for one property of objects.
+
+        That takes one look at each, not one at each two of them.
+        """
+        sides = [[*self.in_place(schema, ("$ref", "allOf"))] for schema in schemas]
+        if _are_distinct(map(_constants, sides)):
+            return True
+        if not all(self._types(schema) == {"object"} for schema in schemas):
+            return False
+        for name in dict.fromkeys(name for part in sides[0] for name in part.get("required", ())):
+            if all(any(name in part.get("required", ()) for part in parts) for parts in sides):
+                found = [[part for each in _of_name(parts, name) for part in self.in_place(each, ("$ref", "allOf"))]
+                         for parts in sides]  # fmt: skip
+                if _are_distinct(map(_constants, found)):
+                    return True
         return False
 
     def opposite(self, schema: Any, at: str) -> list[Any]:
@@ -130,6 +148,17 @@ class Facts:
         return found
 
 
+def opposite_bounds(parts: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the bounds of numbers that the opposites of schemas may have."""
+    for part in parts:
+        for keyword, (kind, other, _) in _OPPOSITES.items():
+            if kind == "number" and keyword in part:
+                yield {other: part[keyword]}
+        for value in part.get("enum", [part.get("const")]):
+            if _type_of(value) == "number":
+                yield {"exclusiveMinimum": value, "exclusiveMaximum": value}
+
+
 def lacking(name: str) -> dict[str, Any]:
     return {"properties": {name: False}}
 
@@ -148,6 +177,22 @@ def _of_name(parts: list[dict[str, Any]], name: str) -> list[Any]:
         elif not part.get("patternProperties"):
             found.append(part.get("additionalProperties", True))
     return found
+
+
+def _constants(parts: list[dict[str, Any]]) -> set[Any]:
+    """Return those of which a value that schemas accept is one; none if it need not be."""
+    return next(({*map(_key, part.get("enum", [part.get("const")]))} for part in parts
+                 if part.keys() & {"enum", "const"}), set())  # fmt: skip
+
+
+def _are_distinct(sets: Iterable[set[Any]]) -> bool:
+    """Return whether there is something in each set, and nothing in two of them."""
+    seen = set[Any]()
+    for each in sets:
+        if not each or not seen.isdisjoint(each):
+            return False
+        seen |= each
+    return True
 
 
 def _low(parts: list[dict[str, Any]]) -> float:

@@ -16,8 +16,17 @@ from itertools import combinations
 from math import ceil, comb, floor, inf, lcm
 from typing import Any
 
-from raypp.grammar.schema_check import IN_PLACE, cannot_be_enforced, checked, children, is_note, pattern_of, step_of
-from raypp.grammar.schema_facts import Facts, lacking, other_words
+from raypp.grammar.schema_check import (
+    BOUNDS,
+    IN_PLACE,
+    cannot_be_enforced,
+    checked,
+    children,
+    is_note,
+    pattern_of,
+    step_of,
+)
+from raypp.grammar.schema_facts import Facts, lacking, opposite_bounds, other_words
 
 _FORMATS = frozenset({"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"})
 _OF_OBJECTS = {"properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "propertyNames"}
@@ -26,6 +35,7 @@ _KEYWORDS_OF = {
     "array": {"items", "prefixItems", "additionalItems", "unevaluatedItems", "minItems", "maxItems", "uniqueItems"},
 }
 _OPEN = _OF_OBJECTS - {"properties", "patternProperties"}
+_NO_NAME = "^[^\\s\\S]$"
 _MAX_REMAINDERS = 10_000
 _MAX_ALTERNATIVES = 100
 MAX_LEVELS = 400  # of 5 KiB of stack each
@@ -38,7 +48,7 @@ def rewritten(schema: Any) -> Any:
         RequestError: names the first part that could not be enforced.
     """
     try:
-        writer = _Writer(Facts(checked(schema)))
+        writer = _Writer(Facts(checked(schema)), schema)
         written = writer.write(schema, "#", None)
         while writer.pending:
             name, target, at, shared = writer.pending.pop()
@@ -85,10 +95,12 @@ _Shared = frozenset[str | None] | _Every | None
 @dataclass
 class _Writer:
     facts: Facts
+    root: Any
     definitions: dict[str, Any] = field(default_factory=dict)
     pending: list[tuple[str, Any, str, _Shared]] = field(default_factory=list)
     """What is to be written as definitions: name, schema, place, and what others speak of."""
     _names: dict[tuple[int, _Shared], str] = field(default_factory=dict)
+    _are_bounds_checked: bool = False  # all of them, each against each
 
     def write(self, schema: Any, at: str, shared: _Shared) -> Any:
         """Return a schema in other words."""
@@ -104,6 +116,8 @@ class _Writer:
         is_merged = num_parts + bool(own.keys() & _OF_OBJECTS | own.keys() & _KEYWORDS_OF["array"]) > 1
         if shared is None:
             self._check_numbers(schema, at)
+        if (shared is _EVERY and own.keys() & BOUNDS) or {"properties", "patternProperties"} <= own.keys():
+            self._check_all_bounds(at)
         inner = self._shared_names(schema) if shared is None and is_merged else shared
         kinds = [kind for kind, keywords in _KEYWORDS_OF.items() if own.keys() <= keywords]
         if kinds and own and not num_parts and shared is None:
@@ -202,23 +216,25 @@ class _Writer:
     def _name_pattern(self, names: Any, at: str) -> str | None:
         """Return the pattern of the names that a schema accepts; None for all."""
         if isinstance(names, bool):
-            return None if names else "^[^\\s\\S]$"
-        if id(names) in self.facts.targets:
-            return self._name_pattern(self.facts.targets[id(names)], at)
+            return None if names else _NO_NAME
         said = {key for key in names if not is_note(key) and key not in ("type", "format")}
         if "string" not in names.get("type", "string"):
-            return "^[^\\s\\S]$"
+            return _NO_NAME
         if not said:
             return None
+        if said == {"$ref"}:
+            return self._name_pattern(self.facts.targets[id(names)], at)
         if said == {"pattern"}:
             return str(names["pattern"])
-        if said <= {"const", "enum"}:
-            words = [word for word in names.get("enum", [names.get("const")]) if isinstance(word, str)]
-            return f"^(?:{'|'.join(map(re.escape, words))})$"
+        if said in ({"const"}, {"enum"}):
+            words = _words(names)
+            return f"^(?:{'|'.join(map(re.escape, words))})$" if words else _NO_NAME
         if said <= {"minLength", "maxLength"}:
             return f"^[\\s\\S]{{{int(names.get('minLength', 0))},{names.get('maxLength', '')}}}$"
         if said == {"not"} and isinstance(names["not"], dict) and names["not"].keys() <= {"const", "enum", "type"}:
-            return other_words(names["not"].get("enum", [names["not"].get("const")]))
+            if names["not"].keys() <= {"type"}:
+                return _NO_NAME if "string" in names["not"].get("type", "string") else None
+            return other_words(_words(names["not"]))
         raise cannot_be_enforced(at, f"propertyNames with {sorted(said)[0]}")
 
     # Schemas of the same value.
@@ -268,7 +284,8 @@ class _Writer:
 
     def _one_of(self, branches: list[Any], at: str, shared: _Shared) -> Any:
         overlapping: dict[int, list[int]] = {index: [] for index in range(len(branches))}
-        for first, second in combinations(range(len(branches)), 2):
+        pairs = () if self.facts.have_own_constants(branches) else combinations(range(len(branches)), 2)
+        for first, second in pairs:
             if not self.facts.are_apart(branches[first], branches[second]):
                 overlapping[first].append(second)
                 overlapping[second].append(first)
@@ -319,6 +336,18 @@ class _Writer:
         most = max((power for _, power in steps), default=0)
         if len(steps) > 1 and lcm(*(whole * 10 ** (most - power) for whole, power in steps)) > _MAX_REMAINDERS:
             raise cannot_be_enforced(at, f"several multipleOf with more than {_MAX_REMAINDERS:,} remainders")
+        self._check_bounds(parts, at)
+
+    def _check_all_bounds(self, at: str) -> None:
+        """Check the bounds of all schemas together: here is one that meets others, from wherever, or is an opposite."""
+        if not self._are_bounds_checked:
+            parts = [*self.facts.in_place(self.root, _EVERY)]
+            is_negated = any(part.keys() & {"not", "if", "oneOf"} for part in parts)
+            self._check_bounds([*parts, *(opposite_bounds(parts) if is_negated else ())], at)
+            self._are_bounds_checked = True
+
+    @staticmethod
+    def _check_bounds(parts: list[dict[str, Any]], at: str) -> None:
         for ending, other, rounded in (("Minimum", "aximum", floor), ("Maximum", "inimum", ceil)):
             given = [(part.get(f"exclusive{ending}", False), part.get(ending.lower())) for part in parts]
             left_out = {plain if bound is True else bound for bound, plain in given if bound is not False}
@@ -326,6 +355,11 @@ class _Writer:
                 bound = rounded(value)
                 if value != bound and bound in left_out and (bound == 0 or (bound > 0) == (rounded is floor)):
                     raise cannot_be_enforced(at, f"exclusive{ending} {bound} less than 1 from the other bound")
+
+
+def _words(schema: dict[str, Any]) -> list[str]:
+    """Return the texts among a schema's constants."""
+    return [word for word in schema.get("enum", [schema.get("const")]) if isinstance(word, str)]
 
 
 def _counted(out: dict[str, Any]) -> dict[str, Any]:

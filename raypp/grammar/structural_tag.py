@@ -82,8 +82,12 @@ class _Writer:
                     return self._dispatch(form, end)
                 case _:
                     return self._joined([self._closed(kind, form), *([end.piece()] if end else [])])
-        except (KeyError, TypeError, ValueError) as error:
-            raise _refused(form, f"{kind}: {type(error).__name__} {error}") from None
+        except KeyError as error:
+            raise _refused(form, f"{kind} without {error}") from None
+        except (AttributeError, TypeError) as error:
+            raise _refused(form, f"{kind} with a part of a wrong type: {error}") from None
+        except ValueError as error:
+            raise _refused(form, f"{kind}: {error}") from None
 
     def _closed(self, kind: Any, form: Any) -> _Piece:
         """Return a form that ends by itself."""
@@ -122,7 +126,7 @@ class _Writer:
     def _free(self, form: Any, end: _End | None) -> _Piece:
         least, most = form.get("min_chars", 0), form.get("max_chars")
         text = _ANY if not least and most is None else f"/(?s:.{{{int(least)},{'' if most is None else int(most)}}})/"
-        terminal = self._terminal(_without(form.get("excludes", []), text))
+        terminal = self._terminal(_without(_excludes(form), text))
         if form.get("max_tokens") is not None:
             if end and end.texts:
                 raise _refused(form, "max_tokens of any_text that ends at a text is not supported")
@@ -177,6 +181,8 @@ class _Writer:
             loops = not form.get("stop_after_first")
             tags = form["tags"]
             triggers = form["trigger_tokens" if by_token else "triggers"]
+            if others := [tag for tag in tags if not any(self._begins(tag, t) for t in triggers)]:
+                raise _refused(others[0], "a tag that begins with no trigger, so that nothing would hold a text to it")
             begun = [
                 (t, [self._tag(tag, None, without=str(t)) for tag in tags if self._begins(tag, t)]) for t in triggers
             ]
@@ -188,14 +194,14 @@ class _Writer:
             text = self._any_token([*marks, *form.get("exclude_tokens", [])], "*").text
             heads = [_Piece(f"{text} {self._token(mark)}", is_regular=False) for mark in marks]
         else:
-            text = self._terminal(_without([*marks, *form.get("excludes", [])], _ANY))
+            text = self._terminal(_without([*marks, *_excludes(form)], _ANY))
             heads = [self._rule(f"{text} {literal(mark)}", "[lazy]") for mark in marks]
         parts = [self._joined([head, self._choice(pieces)]) for head, (_, pieces) in zip(heads, begun, strict=True)]
         one = self._choice(parts)
         if by_token:
             tail = self._joined([_Piece(text, is_regular=False), *([end.piece()] if end else [])])
         else:
-            tail = self._free({"excludes": [*marks, *form.get("excludes", [])]}, end)
+            tail = self._free({"excludes": [*marks, *_excludes(form)]}, end)
         if loops:
             first = [self._choice([self._tag(tag, None) for tag in tags])] if at_least_one else []
             return self._joined([*first, _Piece(f"({one.text})*", is_regular=False), tail])
@@ -263,6 +269,8 @@ class _Writer:
         return _Piece(text, is_regular=not runs, is_open=is_open, is_token=is_token)
 
     def _choice(self, pieces: list[_Piece]) -> _Piece:
+        if not pieces:
+            raise ValueError("nothing to choose from: a list is empty")
         if len(pieces) == 1:
             return pieces[0]
         is_regular = all(piece.is_regular for piece in pieces)
@@ -340,6 +348,13 @@ def _schema_around(value: Any, schema: Any) -> Any:
 
 def _again(piece: _Piece, times: str) -> _Piece:
     return _Piece(f"({piece.text}){times}", piece.is_regular, piece.is_open, piece.is_token) if piece.text else piece
+
+
+def _excludes(form: Any) -> list[str]:
+    texts: list[str] = form.get("excludes", [])
+    if not isinstance(texts, list) or "" in texts:
+        raise ValueError(f"excludes is {str(texts)[:40]!r}, and has to be a list of texts, none of them empty")
+    return texts
 
 
 def _without(excluded: list[str], text: str) -> str:

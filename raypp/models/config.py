@@ -15,13 +15,37 @@ from typing import Any, cast
 from raypp.errors import ModelLoadError
 from raypp.models.checkpoint_names import are_alike, file_of_tensor, has_safetensors, stored_tensors
 from raypp.models.config_fields import ConfigFields, read_json
-from raypp.models.expert_config import ExpertConfig, read_experts
-from raypp.models.families import FAMILIES, Family
+from raypp.models.families import FAMILIES, QWEN_EXPERTS, ExpertFamily, ExpertNames
 from raypp.models.generation_config import GENERATION_CONFIG
-from raypp.models.kv_cache_scheme import has_fp8_kv_cache
 from raypp.models.quantization import Quantization, read_quantization
 from raypp.models.rope_config import RopeConfig, read_rope, with_rope_scaling
 from raypp.models.vision_config import VisionConfig, read_vision_config
+
+_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts")
+"""Published checkpoints have one or the other by family; transformers 5 writes the second for all."""
+
+_ONLY: dict[str, tuple[object, ...]] = {
+    "shared_expert_intermediate_size": (0,),
+    "n_shared_experts": (0,),
+    "num_shared_experts": (0,),
+    "n_group": (0, 1),
+    "topk_group": (0, 1),
+    "scoring_func": ("softmax",),
+    "topk_method": ("greedy",),
+    "routed_scaling_factor": (1,),
+    "use_expert_bias": (False,),
+    "moe_router_enable_expert_bias": (False,),
+    "router_bias": (False,),
+    "first_k_dense_replace": (0,),
+    "moe_layer_freq": (1,),
+}
+"""Fields of other expert models that change what is computed: the values that change nothing."""
+
+
+_KV_SCHEME = "quantization_config.kv_cache_scheme"
+_KV_KNOWN = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+_KV_WHERE_UNSAID = {"strategy": "tensor", "dynamic": False, "symmetric": True}
+
 
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 EMBEDDING = "embed_tokens.weight"
@@ -89,7 +113,8 @@ def load_model_config(
     if rope_scaling is not None:
         fields = with_rope_scaling(fields, rope_scaling)
     refuse_unsupported(fields)
-    _refuse_sliding_window(fields, family)
+    if family.uses_sliding_window and (window := fields.get("sliding_window")) is not None:
+        raise fields.error("sliding_window", window, "null: raypp has no sliding-window attention")
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -195,12 +220,6 @@ def refuse_unsupported(fields: ConfigFields) -> None:
         raise fields.error("hidden_act", repr(activation), "silu, or swish, which is the same")
 
 
-def _refuse_sliding_window(fields: ConfigFields, family: Family) -> None:
-    window = fields.get("sliding_window")
-    if family.uses_sliding_window and window is not None:
-        raise fields.error("sliding_window", window, "null: raypp has no sliding-window attention")
-
-
 def read_dtype(fields: ConfigFields) -> str:
     """Return the checkpoint's type."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
@@ -228,3 +247,77 @@ def _eos_token_ids(path: Path, fields: ConfigFields) -> tuple[int, ...]:
             raise source.error("eos_token_id", repr(value), f"token ids from 0 to {vocab_size - 1}")
         ids.update(listed)
     return tuple(sorted(ids))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """The experts of sparse layers: each token goes through some of many small MLPs, which its router chooses."""
+
+    num_experts: int  # E
+    num_chosen: int  # by token
+    intermediate_size: int  # of one expert
+    normalizes: bool  # whether the weights of a token's experts add up to 1
+    names: ExpertNames = QWEN_EXPERTS  # in the checkpoint
+    dense_layers: frozenset[int] = frozenset()  # layers with one MLP of `ModelConfig.intermediate_size` instead
+    are_chosen_evenly: bool = False  # for measurements, see `raypp.ops.backend.Routing`
+
+
+def read_experts(fields: ConfigFields, family: ExpertFamily, num_layers: int) -> ExpertConfig:
+    """Return the experts of a model.
+
+    Raises:
+        ModelLoadError: a field is missing or wrong, or says of experts what raypp does not have.
+    """
+    for name, allowed in _ONLY.items():
+        value = fields.get(name)
+        if value is not None and value not in allowed:
+            raise fields.error(
+                name, repr(value), f"{' or '.join(map(repr, allowed))}, or nothing: raypp has no experts of that kind"
+            )
+    num_experts = _num_experts(fields)
+    num_chosen = fields.integer("num_experts_per_tok")
+    if num_chosen > num_experts:
+        raise fields.error("num_experts_per_tok", num_chosen, f"at most the {num_experts} experts that there are")
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in dense):
+        raise fields.error("mlp_only_layers", repr(dense), "a list of layers")
+    return ExpertConfig(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        intermediate_size=fields.integer(family.intermediate_size),
+        normalizes=fields.flag(family.normalizes),
+        names=family.names,
+        dense_layers=frozenset(layer for layer in range(num_layers) if layer in dense or (layer + 1) % step),
+    )
+
+
+def _num_experts(fields: ConfigFields) -> int:
+    said = [name for name in _NUMBERS_OF_EXPERTS if fields.get(name) is not None]
+    numbers = {name: fields.integer(name) for name in said or _NUMBERS_OF_EXPERTS[:1]}
+    if len(set(numbers.values())) > 1:
+        raise fields.error(said[0], numbers[said[0]], f"the same as {said[1]}={numbers[said[1]]}")
+    return next(iter(numbers.values()))
+
+
+def has_fp8_kv_cache(fields: ConfigFields) -> bool:
+    """Return whether config.json says so.
+
+    Raises:
+        ModelLoadError: it has a scheme of another kind.
+    """
+    quantization = fields.get("quantization_config")
+    scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, dict) else None
+    if scheme is None:
+        return False
+    if not isinstance(scheme, dict):
+        raise fields.error(_KV_SCHEME, repr(scheme), "an object")
+    said = {**_KV_WHERE_UNSAID, **{name: value for name, value in scheme.items() if value is not None}}
+    others = {name: said.get(name) for name, value in _KV_KNOWN.items() if said.get(name) != value}
+    if others:
+        known = ", ".join(f"{name}={value}" for name, value in _KV_KNOWN.items())
+        raise fields.error(
+            _KV_SCHEME,
+            ", ".join(f"{name}={value}" for name, value in others.items()),
+            f"{known}: one scale per layer, measured before, for numbers in float8_e4m3fn",
+        )
+    return True

@@ -13,13 +13,17 @@ from raypp.errors import ModelLoadError
 class ConfigFields:
     """One JSON object's entries, typed, with errors that name the file and the field."""
 
-    def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
+    def __init__(self, file: Path, values: Mapping[str, Any], path: str = "") -> None:
+        """Take an object of a file; below a `path`, such as `rope_scaling.`, which errors put before a field's name."""
         self.file = file
         self.values = values
+        self.path = path
 
     def error(self, name: str, got: object, expected: str, hint: str | None = None) -> ModelLoadError:
         """Return the error of a field."""
-        return ModelLoadError(f"{self.file}: field {name!r} is not usable", got=got, expected=expected, hint=hint)
+        return ModelLoadError(
+            f"{self.file}: field {self.path + name!r} is not usable", got=got, expected=expected, hint=hint
+        )
 
     def section(self, name: str) -> ConfigFields:
         """Return the fields of an object inside of this one."""

@@ -8,9 +8,11 @@ The objects are plain, not `torch.nn.Module`s: nothing is trained, and each of a
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -18,14 +20,17 @@ import torch.nn.functional as F  # noqa: N812
 from raypp.graphs.cost import RecordingCost
 from raypp.models.config import EMBEDDING, LM_HEAD, ModelConfig
 from raypp.models.draft_head import DraftHead
-from raypp.models.layer import TransformerLayer
-from raypp.models.rope import axis_frequencies, inverse_frequencies
+from raypp.models.layer import TransformerLayer, axis_frequencies, inverse_frequencies
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes
 from raypp.models.weights import WeightReader, WeightSource
-from raypp.ops.attention import AttentionBatch
+from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.backend import KernelSet, LMHead, Projection
-from raypp.ops.rotary import Rotation
 from raypp.ops.weight import Weight
+
+if TYPE_CHECKING:
+    from raypp.graphs.compiled import CompiledFunction
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +51,8 @@ class HeadSupport:
 
     tap_depths: tuple[int, ...]  # layers of the model after which this stage keeps the residual stream
     max_tokens: int  # of a step
-    gives_embedding: bool = False  # last stage: the head has none of its own
-    gives_lm_head: bool = False  # last stage: likewise
+    gives_embedding: bool = False  # last stage: the draft head has none
+    gives_lm_head: bool = False  # last stage: the draft head has none
 
 
 class DecoderLayer(Protocol):
@@ -62,7 +67,7 @@ class DecoderLayer(Protocol):
     def attend(
         self,
         qkv: torch.Tensor,
-        by: Rotation,
+        rope: Rotation,
         kv_cache: torch.Tensor,
         attention: AttentionBatch,
         out: torch.Tensor | None = None,
@@ -101,7 +106,7 @@ class DecoderModel:
         self._layer_indices = range(start_layer, end_layer)
         self.dtype = dtype
         self.device = device
-        self._kernels = kernels
+        self.kernels = kernels
         self._inverse_frequencies = inverse_frequencies(config.head_dim, config.rope).to(device)
         axes = axis_frequencies(config.head_dim, config.rope)
         self._axis_frequencies = None if axes is None else axes.to(device)
@@ -113,19 +118,14 @@ class DecoderModel:
         self._final_norm: Projection | None = None
         self._plain_lm_head: LMHead | None = None
         self.draft_head: DraftHead | None = None
-        """On the last stage, once `attach_draft_head` has been called."""
+        """On the last stage: what drafts for this model, if anything; set once both have weights."""
         self.taps: dict[int, torch.Tensor] = {}
         """By depth, the residual stream of the last forward after so many layers, [max_tokens, H]; it never moves."""
         self.costs: dict[str, RecordingCost] = {}
-        """What `raypp.models.compiled_layer.compile_layers` took, as `compile`."""
+        """What `compile_layers` took, as `compile`."""
         if head_support is not None:
             for depth in head_support.tap_depths:
                 self.taps[depth] = torch.zeros(head_support.max_tokens, config.hidden_size, dtype=dtype, device=device)
-
-    @property
-    def kernels(self) -> KernelSet:
-        """What it computes with."""
-        return self._kernels
 
     @property
     def weight_bytes(self) -> int:
@@ -153,17 +153,17 @@ class DecoderModel:
         if self.is_first:
             self._embedding = weights.tensor(EMBEDDING, config.vocab_size, config.hidden_size)
         self.layers = [
-            TransformerLayer(config, index, weights.below(f"layers.{index}."), self._kernels)
+            TransformerLayer(config, index, weights.below(f"layers.{index}."), self.kernels)
             for index in self._layer_indices
         ]
         if self.is_last:
             self._load_lm_head(whole)
 
-    def looks_after(self, name: str) -> bool:
-        """Return whether a tensor of the checkpoint is this stage's to read, or to miss: of all stages, one says so.
+    def owns_tensor(self, name: str) -> bool:
+        """Return whether a tensor of the checkpoint belongs to this stage; at most one stage returns True.
 
-        A layer's stage looks after all that is stored for it. The rest of the language model is the last stage's, but
-        for the embedding and a tied LM head, which are always read; a vision tower's is its encoders'.
+        A layer's stage owns all that is stored for it. The rest of the language model is the last stage's, but for the
+        embedding and a tied LM head, which are always read; a vision tower's tensors are its encoders'.
         """
         config = self._config
         prefix = f"{config.weight_prefix}layers."
@@ -176,8 +176,11 @@ class DecoderModel:
         return self.is_last and name not in embeddings and not is_of_tower
 
     def _load_lm_head(self, whole: WeightReader) -> None:
-        config, support, kernels = self._config, self._head_support, self._kernels
-        weights, weight = whole.below(config.weight_prefix), self._lm_head_weight(whole)
+        config, support, kernels = self._config, self._head_support, self.kernels
+        weights, weight = whole.below(config.weight_prefix), self._embedding
+        if weight is None or not config.tie_word_embeddings:
+            name = config.weight_prefix + EMBEDDING if config.tie_word_embeddings else LM_HEAD
+            weight = whole.tensor(name, config.vocab_size, config.hidden_size)
         norm_weight = weights.tensor("norm.weight", config.hidden_size)
         if support is not None and self._embedding is None and support.gives_embedding:
             # Linear layers may keep their weights in a form of their own, so a tied head's is read once more there.
@@ -192,13 +195,6 @@ class DecoderModel:
         self._lm_head = kernels.lm_head(
             Weight(weight), norm_weight, config.rms_norm_eps, is_shared=config.tie_word_embeddings
         )
-
-    def _lm_head_weight(self, whole: WeightReader) -> torch.Tensor:
-        config = self._config
-        if config.tie_word_embeddings and self._embedding is not None:
-            return self._embedding
-        name = config.weight_prefix + EMBEDDING if config.tie_word_embeddings else LM_HEAD
-        return whole.tensor(name, config.vocab_size, config.hidden_size)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the tokens' embeddings, [T, H]. First stage only. Shapes: input_ids [T] int32 or int64."""
@@ -218,28 +214,24 @@ class DecoderModel:
         Shapes: hidden [T, H], may be overwritten on a GPU; positions [T] int64, or [T, 3] along the axes of a model
         that has some; kv_caches one per layer, see `raypp.ops.kv_cache`.
         """
-        by = self._rotation(positions)
+        frequencies = self._inverse_frequencies if positions.ndim == 1 else self._axis_frequencies
+        assert frequencies is not None, "positions along axes, for a model that has none"
+        rope = self.kernels.rotation(positions, frequencies, self._config.rope.attention_factor)
         for depth, layer, kv_cache in zip(self._layer_indices, self.layers, kv_caches, strict=True):
-            self._tap(depth, hidden)
-            attended = layer.attend(layer.before_attention(hidden), by, kv_cache, attention, attention.padded_out)
+            if depth in self.taps:
+                self._tap(depth, hidden)
+            attended = layer.attend(layer.before_attention(hidden), rope, kv_cache, attention, attention.padded_out)
             hidden = layer.after_attention(hidden, attended)
             if deepstack is not None and depth - deepstack.first_layer < len(deepstack.rows):
                 indices = deepstack.token_indices
                 rows = hidden.index_select(0, indices).add_(deepstack.rows[depth - deepstack.first_layer])
                 hidden = hidden.index_copy_(0, indices, rows)
-        self._tap(self._layer_indices.stop, hidden)
+        if self._layer_indices.stop in self.taps:
+            self._tap(self._layer_indices.stop, hidden)
         return hidden
 
     def _tap(self, depth: int, hidden: torch.Tensor) -> None:
-        if depth in self.taps:
-            self.taps[depth][: len(hidden)].copy_(hidden)  # a layer may overwrite its input
-
-    def _rotation(self, positions: torch.Tensor) -> Rotation:
-        scale = self._config.rope.attention_factor
-        if positions.ndim == 1:
-            return self._kernels.rotation(positions, self._inverse_frequencies, scale)
-        assert self._axis_frequencies is not None, "positions along axes, for a model that has none"
-        return self._kernels.rotation(positions, self._axis_frequencies, scale)
+        self.taps[depth][: len(hidden)].copy_(hidden)  # a layer may overwrite its input
 
     @property
     def attention_size(self) -> int:
@@ -249,11 +241,11 @@ class DecoderModel:
     @property
     def can_be_recorded(self) -> bool:
         """Whether a decode step never waits for the device."""
-        return self._kernels.can_be_recorded or self.device.type == "cpu"
+        return self.kernels.can_be_recorded or self.device.type == "cpu"
 
     def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
         """Do the host's part of a step's attention; see `raypp.ops.backend.KernelSet`."""
-        self._kernels.plan_attention(attention, ring_entry)
+        self.kernels.plan_attention(attention, ring_entry)
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits, [N, V] float32; in `out` if that is given. Last stage only. Shapes: hidden [N, H]."""
@@ -262,21 +254,105 @@ class DecoderModel:
         assert self._lm_head is not None, "not the last stage, or no weights yet"
         return self._lm_head(hidden, out)
 
-    def attach_draft_head(self, head: DraftHead) -> None:
-        """Keep the head that drafts for this model, for whoever runs the stage."""
-        self.draft_head = head
-
     def head_embedding(self) -> torch.Tensor:
         """Return the token embedding, [V, H]; see `raypp.models.draft_head.HeadTarget`."""
-        assert self._embedding is not None, "nobody said that a draft head would need it"
+        assert self._embedding is not None, "no draft head was announced"
         return self._embedding
 
     def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the final norm of the residual stream, [T, H]."""
-        assert self._final_norm is not None, "nobody said that a draft head would need it"
+        assert self._final_norm is not None, "no draft head was announced"
         return self._final_norm(hidden)
 
     def project(self, normalized: torch.Tensor) -> torch.Tensor:
         """Return the LM head's logits, [N, V] float32. Shapes: normalized [N, H]."""
-        assert self._plain_lm_head is not None, "nobody said that a draft head would need it"
+        assert self._plain_lm_head is not None, "no draft head was announced"
         return self._plain_lm_head(normalized)
+
+
+def _before(layer: DecoderLayer, hidden: torch.Tensor) -> torch.Tensor:
+    return layer.before_attention(hidden)
+
+
+def _after(layer: DecoderLayer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    return layer.after_attention(hidden, attended)
+
+
+class CompiledLayer:
+    """A layer whose pure functions run compiled; with few tokens, its own. See `DecoderLayer`."""
+
+    def __init__(
+        self, layer: DecoderLayer, before: CompiledFunction, after: CompiledFunction | None, fewest_tokens: int
+    ) -> None:
+        self.has_experts = layer.has_experts
+        self._layer = layer
+        self._before = before
+        self._after = after
+        self._fewest_tokens = fewest_tokens
+
+    def before_attention(self, hidden: torch.Tensor) -> torch.Tensor:
+        if len(hidden) < self._fewest_tokens:
+            return self._layer.before_attention(hidden)
+        return self._before(self._layer, hidden)
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        rope: Rotation,
+        kv_cache: torch.Tensor,
+        attention: AttentionBatch,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._layer.attend(qkv, rope, kv_cache, attention, out)
+
+    def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        if self._after is None or len(hidden) < self._fewest_tokens:
+            return self._layer.after_attention(hidden, attended)
+        return self._after(self._layer, hidden, attended)
+
+
+def compile_layers(model: DecoderModel, max_tokens: int, backend: str) -> None:
+    """Run what is before and after attention of a model's layers through torch.compile, from here on.
+
+    Experts are not compiled: which weights they read is known on the device alone.
+
+    What that took is in `model.costs`. Steps of few tokens, whose products the model's own kernels compute, run the
+    layers' own functions.
+
+    Args:
+        model: It has its weights.
+        max_tokens: Of a step.
+        backend: torch's name of the compiler.
+
+    Raises:
+        ConfigError: the compiler cannot; says why.
+    """
+    from raypp.graphs.compiled import CompiledFunction  # torch's compiler takes seconds to import
+
+    fewest_tokens = model.kernels.library_from_tokens
+    if max_tokens < fewest_tokens:
+        model.costs["compile"] = RecordingCost()
+        return
+    started = time.perf_counter()
+    sizes = (model.hidden_size, model.attention_size)
+    hidden, attended = (torch.zeros(1, size, dtype=model.dtype, device=model.device) for size in sizes)
+    dense = next((layer for layer in model.layers if not layer.has_experts), None)
+    sizes_of_steps = {"fewest_tokens": fewest_tokens, "most_tokens": max_tokens}
+    with torch.inference_mode():
+        before = CompiledFunction(_before, model.layers[0], (hidden,), **sizes_of_steps, backend=backend)
+        after = None
+        if dense is not None:
+            after = CompiledFunction(_after, dense, (hidden, attended), **sizes_of_steps, backend=backend)
+    num_compiled = before.num_compiled + (0 if after is None else after.num_compiled)
+    cost = RecordingCost(num_compiled, time.perf_counter() - started)
+    _LOG.info(
+        "%s compiled what is before and after attention, for steps of %d to %d tokens, in %.1f s",
+        backend,
+        fewest_tokens,
+        max_tokens,
+        cost.seconds,
+    )
+    model.layers = [
+        CompiledLayer(layer, before, None if layer.has_experts else after, fewest_tokens) for layer in model.layers
+    ]
+    model.costs["compile"] = cost

@@ -21,12 +21,10 @@ import torch.nn.functional as F  # noqa: N812
 
 from raypp.errors import ModelLoadError
 from raypp.models.draft_head_config import DraftHeadConfig
-from raypp.models.layer import AttentionWeights, GatedMLP, read_attention
-from raypp.models.rope import inverse_frequencies
+from raypp.models.layer import AttentionWeights, GatedMLP, inverse_frequencies, read_attention
 from raypp.models.weights import WeightReader
-from raypp.ops.attention import AttentionBatch
+from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.backend import JoinedProjection, KernelSet, Projection
-from raypp.ops.rotary import Rotation
 from raypp.ops.sample.tables import AdjustedLogits
 from raypp.ops.sample.token_choice import TokenChoice
 
@@ -84,18 +82,15 @@ class DraftHead:
         )
         fc_bias = weights.tensor("fc.bias", hidden) if config.has_fc_bias else None
         self._fc = kernels.linear(weights.weight(("fc",), (hidden,), config.fc_inputs), fc_bias)
-        self._read_layer(weights.below(config.layer_prefix))
+        below = weights.below(config.layer_prefix)
+        attention = read_attention(layer, below.below("self_attn."), config.attention_inputs)
+        self._read_entry(below, attention)
+        self._attention = kernels.attention(attention.heads)
+        self._output = kernels.add_linear(attention.output, attention.output_bias)
+        self._mlp = GatedMLP(layer, below, kernels)
         self._logits = self._read_lm_head(weights)
         self._draft_to_target = _draft_to_target(config, weights) if config.maps_vocabulary else None
         self._inverse_frequencies = inverse_frequencies(layer.head_dim, layer.rope).to(weights.device)
-
-    def _read_layer(self, weights: WeightReader) -> None:
-        config, kernels = self.config, self._kernels
-        attention = read_attention(config.layer, weights.below("self_attn."), config.attention_inputs)
-        self._read_entry(weights, attention)
-        self._attention = kernels.attention(attention.heads)
-        self._output = kernels.add_linear(attention.output, attention.output_bias)
-        self._mlp = GatedMLP(config.layer, weights, kernels)
 
     def _read_entry(self, weights: WeightReader, attention: AttentionWeights) -> None:
         config, kernels, eps = self.config, self._kernels, self.config.layer.rms_norm_eps
@@ -152,19 +147,19 @@ class DraftHead:
         rope = self.config.layer.rope
         return self._kernels.rotation(positions, self._inverse_frequencies, rope.attention_factor)
 
-    def append(self, qkv: torch.Tensor, by: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def append(self, qkv: torch.Tensor, rope: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write the keys and values of tokens. Shapes: qkv [T, (Hq + 2 Hk) * D]; slot_mapping [T] int64."""
-        self._attention.append(qkv, by, kv_cache, slot_mapping)
+        self._attention.append(qkv, rope, kv_cache, slot_mapping)
 
     def finish(
-        self, entered: Entered, by: Rotation, kv_cache: torch.Tensor, attention: AttentionBatch
+        self, entered: Entered, rope: Rotation, kv_cache: torch.Tensor, attention: AttentionBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return guesses of the states after tokens, [R, H], and of the tokens after these, int32 [R].
 
         Shapes: entered [R, ...], of decode rows of one token each; it may be overwritten.
         """
         self._kernels.plan_attention(attention, 0)  # decode rows alone: it takes none of the plans' buffers
-        attended = self._attention(entered.qkv, by, kv_cache, attention)
+        attended = self._attention(entered.qkv, rope, kv_cache, attention)
         hidden = self._mlp(self._output(attended, entered.residual))
         token_ids = self._choice.greedy(AdjustedLogits(self._logits(hidden))).clamp(min=0)
         if self._draft_to_target is not None:

@@ -141,7 +141,7 @@ def checkpoint_shapes(path: Path) -> Mapping[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in stored_tensors(path).items()}
     if not (path / PICKLED_FILE).is_file():
         raise no_weights(path, beside=f", or {PICKLED_FILE}")
-    from raypp.models.pickled_weights import PickledWeights  # with torch, which safetensors' headers do without
+    from raypp.models.weights import PickledWeights  # with torch, which safetensors' headers do without
 
     return PickledWeights(path / PICKLED_FILE).shapes()
 
@@ -158,7 +158,9 @@ def load_draft_head_config(path: Path, target: ModelConfig, *, is_dummy: bool = 
         ModelLoadError: no head, one of a kind that raypp does not have, or one for another model.
     """
     file = path / "config.json"
-    fields = _flattened(file, read_json(file))
+    values = read_json(file)
+    of_layer = values.get("transformer_layer_config")  # of `speculators`; published heads are flat
+    fields = ConfigFields(file, {**of_layer, **values} if isinstance(of_layer, dict) else values)
     shapes = None if is_dummy else checkpoint_shapes(path)
     kind = _kind(fields, shapes)
     _refuse(fields)
@@ -209,12 +211,6 @@ def load_draft_head_config(path: Path, target: ModelConfig, *, is_dummy: bool = 
     )
     _check_fits(fields, config, target, shapes)
     return config
-
-
-def _flattened(file: Path, values: Mapping[str, object]) -> ConfigFields:
-    """Return the fields of both forms: published heads are flat, those of `speculators` keep the layer's apart."""
-    layer = values.get("transformer_layer_config")
-    return ConfigFields(file, {**layer, **values} if isinstance(layer, dict) else values)
 
 
 def _kind(fields: ConfigFields, shapes: Mapping[str, tuple[int, ...]] | None) -> HeadKind:

@@ -50,7 +50,7 @@ class Family:
 
 
 FAMILIES = {
-    # Llama 2 and 3. From 3.1 on the rotary frequencies are stretched, see `raypp.models.rope`.
+    # Llama 2 and 3. From 3.1 on the rotary frequencies are stretched, see `raypp.models.layer`.
     "LlamaForCausalLM": Family(
         qkv_bias="attention_bias",
         attention_output_bias="attention_bias",

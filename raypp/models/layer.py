@@ -3,23 +3,32 @@
     hidden -> norm -> q, k, v -> norm of heads -> rotary -> attention -> o -> + hidden -> norm -> MLP -> + hidden
 
 Families differ in biases and in the norm of each query and key head; the configuration says which a model has. The MLP
-is one gated MLP, or experts (`raypp.models.sparse_mlp`), by the layer's index.
+is one gated MLP, or experts, by the layer's index.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
-from raypp.models.config import ModelConfig
-from raypp.models.kv_scales import read_kv_scales
-from raypp.models.sparse_mlp import SparseMLP
-from raypp.models.weights import WeightReader
-from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
-from raypp.ops.backend import KernelSet
-from raypp.ops.rotary import Rotation
+from raypp.errors import ModelLoadError
+from raypp.models.config import ExpertConfig, ModelConfig
+from raypp.models.rope_config import RopeConfig
+from raypp.models.weights import Index, WeightReader, WeightSource
+from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Rotation
+from raypp.ops.backend import KernelSet, Routing
 from raypp.ops.weight import Weight
+
+_FUSED_BLOCK = "mlp."
+"""Of fused tensors, whatever the family."""
+_QUANTIZED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
+
+
+_NAMES = {"k": ("k_scale", "k_proj.k_scale", "kv_scale"), "v": ("v_scale", "v_proj.v_scale", "kv_scale")}
+"""Below a layer's `self_attn.`, as tools that measure scales write them; `kv_scale` is of keys and values alike."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,20 +116,207 @@ class TransformerLayer:
         self._mlp = mlp(config, weights, kernels)
 
     def before_attention(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return queries, keys and values, [T, (Hq + 2 Hk) * D]. Shapes: hidden [T, H]."""
         return self._qkv(hidden)
 
     def attend(
         self,
         qkv: torch.Tensor,
-        by: Rotation,
+        rope: Rotation,
         kv_cache: torch.Tensor,
         attention: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return attention's output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
-        return self._attention(qkv, by, kv_cache, attention, out)
+        return self._attention(qkv, rope, kv_cache, attention, out)
 
     def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the layer, [T, H]. Shapes: hidden [T, H]; attended [T, Hq * D]."""
         return self._mlp(self._output(attended, hidden))
+
+
+def inverse_frequencies(head_dim: int, config: RopeConfig) -> torch.Tensor:
+    """Return each pair's angle per position, [head_dim / 2] float32.
+
+    `linear` divides all by the factor. `llama3` divides only the slow ones: waves that fit less than `low_freq_factor`
+    times into the original context are stretched, those that fit more than `high_freq_factor` times are kept, and
+    between the two it blends (Llama 3.1's release; transformers 5.17, `modeling_rope_utils.py`). `yarn` does so by the
+    number of the pair, between the pairs that turn `beta_fast` and `beta_slow` times (arXiv:2309.00071, section 3.2;
+    transformers likewise). `dynamic` raises the base by as much as its longest context needs, none of them slower.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    frequencies = 1.0 / _base(head_dim, config) ** exponents
+    if config.rope_type in ("default", "dynamic"):
+        return frequencies
+    stretched = frequencies / config.factor
+    if config.rope_type == "linear":
+        return stretched
+    if config.rope_type == "yarn":
+        kept = _kept_by_yarn(head_dim, config)
+        return (1.0 - kept) * stretched + kept * frequencies
+    waves_in_context = config.original_max_position_embeddings * frequencies / (2 * math.pi)
+    span = config.high_freq_factor - config.low_freq_factor
+    kept = ((waves_in_context - config.low_freq_factor) / span).clamp(0.0, 1.0)
+    return (1.0 - kept) * stretched + kept * frequencies
+
+
+def _base(head_dim: int, config: RopeConfig) -> float:
+    if config.rope_type != "dynamic" or head_dim == 2:  # the only pair of two dimensions turns as fast with any base
+        return config.theta
+    growth = config.factor * config.stretched_to / config.original_max_position_embeddings - (config.factor - 1.0)
+    return float(config.theta * growth ** (head_dim / (head_dim - 2)))
+
+
+def _kept_by_yarn(head_dim: int, config: RopeConfig) -> torch.Tensor:
+    """Return how much of each pair's own frequency stays, [head_dim / 2] float32, 0..1."""
+
+    def pair_that_turns(num_turns: float) -> float:
+        turns = config.original_max_position_embeddings / (num_turns * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(config.theta))
+
+    first, last = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
+    if config.truncates:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    span = last - first if last != first else 0.001
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
+    return 1.0 - ((pairs - first) / span).clamp(0.0, 1.0)
+
+
+def axis_frequencies(head_dim: int, config: RopeConfig) -> torch.Tensor | None:
+    """Return each pair's angle per position in time, height and width, [3, head_dim / 2] float32; None without axes.
+
+    Every pair turns with one axis, so two of its three numbers are 0. Interleaved M-RoPE: pairs 0, 3, 6, ... belong to
+    time, and the axes take turns over as many pairs as the section of each says; what is left over is time's (Qwen3-VL,
+    arXiv:2511.21631; transformers 5.17, `models/qwen3_vl`). A token whose three positions are equal turns as ever.
+    """
+    if config.mrope_section is None:
+        return None
+    frequencies = inverse_frequencies(head_dim, config)
+    axis_of_pair = torch.zeros(len(frequencies), dtype=torch.int64)
+    for axis in (1, 2):
+        axis_of_pair[axis : 3 * config.mrope_section[axis] : 3] = axis
+    return torch.where(axis_of_pair == torch.arange(3).unsqueeze(1), frequencies, 0.0)
+
+
+class SparseMLP:
+    """hidden + the weighted sum of the gated MLPs that a token's router chooses, all of norm(hidden).
+
+    Checkpoints store experts one by one, or all in one tensor (`FusedExperts`).
+
+    Args:
+        config: The model's, which has experts.
+        weights: Below the layer's prefix.
+        kernels: Of the device.
+    """
+
+    def __init__(self, config: ModelConfig, weights: WeightReader, kernels: KernelSet) -> None:
+        experts, hidden = config.experts, config.hidden_size
+        assert experts is not None
+        norm_weight = weights.tensor("post_attention_layernorm.weight", hidden)
+        names, num_experts, size = experts.names, experts.num_experts, experts.intermediate_size
+        is_renamed = names.block != _FUSED_BLOCK and weights.has(f"{_FUSED_BLOCK}gate.weight")
+        block = weights.below(_FUSED_BLOCK if is_renamed else names.block)
+        if any(block.has(f"gate.{tensor}") for tensor in _QUANTIZED):
+            router = block.weight(("gate",), (num_experts,), hidden).dequantized(weights.dtype)
+        else:
+            router = block.tensor("gate.weight", num_experts, hidden)
+        if block.has("experts.gate_up_proj"):
+            block = block.of(FusedExperts(block.source, block.prefix + "experts.", experts, hidden))
+        gate_up = block.expert_weight("experts.{}.", num_experts, (names.gate, names.up), (size, size), hidden)
+        down = block.expert_weight("experts.{}.", num_experts, (names.down,), (hidden,), size)
+        routing = Routing(experts.num_chosen, experts.normalizes, experts.are_chosen_evenly)
+        self._experts = kernels.experts(norm_weight, config.rms_norm_eps, router, gate_up, down, routing)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream after the MLP, [T, H]. Shapes: hidden [T, H], may be overwritten."""
+        return self._experts(hidden)
+
+
+class FusedExperts:
+    """Gives tensors of one expert's layers by name, out of those of all. See `raypp.models.weights.WeightSource`.
+
+        by expert    mlp.experts.{e}.gate_proj.weight [I, H], up_proj.weight [I, H], down_proj.weight [H, I]
+        fused        mlp.experts.gate_up_proj [E, 2 I, H], mlp.experts.down_proj [E, H, I]
+        turned       mlp.experts.gate_up_proj [E, H, 2 I], mlp.experts.down_proj [E, I, H]
+
+    E experts of I dimensions. The published Qwen3-VL-MoE is turned; transformers 5 writes it fused, the others by
+    expert.
+
+    Args:
+        source: Has the fused tensors.
+        prefix: Before their names, up to `experts.`.
+        experts: The model's.
+        hidden_size: H.
+    """
+
+    def __init__(self, source: WeightSource, prefix: str, experts: ExpertConfig, hidden_size: int) -> None:
+        self._source = source
+        self._prefix = prefix
+        names, size = experts.names, experts.intermediate_size
+        self._parts = {
+            f"{names.gate}.weight": ("gate_up_proj", slice(0, size)),
+            f"{names.up}.weight": ("gate_up_proj", slice(size, 2 * size)),
+            f"{names.down}.weight": ("down_proj", slice(0, hidden_size)),
+        }
+        shapes = {
+            "gate_up_proj": (experts.num_experts, 2 * size, hidden_size),
+            "down_proj": (experts.num_experts, hidden_size, size),
+        }
+        # One of the two may be square, never both.
+        self._has_inputs_first = all(source.shape_of(prefix + name) == _turned(shape) for name, shape in shapes.items())
+        self._shapes = {name: _turned(shape) if self._has_inputs_first else shape for name, shape in shapes.items()}
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Index | None = None) -> torch.Tensor:
+        """Return a tensor of one expert, or any other of the source.
+
+        Raises:
+            ModelLoadError: the fused tensor is missing, has the wrong shape or type, or cannot be read.
+        """
+        expert, _, layer = name.removeprefix(self._prefix).partition(".")
+        if not name.startswith(self._prefix) or not expert.isdecimal():
+            return self._source.get(name, shape, dtype, where)
+        if layer not in self._parts:
+            raise ModelLoadError(
+                f"there is no tensor {name} for quantized experts",
+                got=f"experts in one tensor, {self._prefix}gate_up_proj",
+                expected="experts in one tensor only in 16 or 32 bits",
+                hint="use a checkpoint that stores each expert by itself, or leave them out of quantization_config",
+            )
+        fused, rows = self._parts[layer]
+        place = (int(expert), slice(None), rows) if self._has_inputs_first else (int(expert), rows, slice(None))
+        part = self._source.get(self._prefix + fused, self._shapes[fused], dtype, place)
+        return part.t().contiguous() if self._has_inputs_first else part
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a stored tensor; those of single experts are none."""
+        return self._source.shape_of(name)
+
+    def type_of(self, name: str) -> torch.dtype | None:
+        return self._source.type_of(name)
+
+    def unread(self) -> Collection[str]:
+        return self._source.unread()
+
+
+def _turned(shape: tuple[int, int, int]) -> tuple[int, int, int]:
+    return shape[0], shape[2], shape[1]
+
+
+def read_kv_scales(weights: WeightReader) -> tuple[float, float]:
+    """Return what keys and what values are divided by before they are rounded, 1 where the checkpoint does not say.
+
+    Raises:
+        ModelLoadError: a scale that is not one positive number.
+    """
+    return _scale(weights, _NAMES["k"]), _scale(weights, _NAMES["v"])
+
+
+def _scale(weights: WeightReader, names: tuple[str, ...]) -> float:
+    found = {name: scale for name in names if (scale := weights.number(name)) is not None}
+    for name, scale in found.items():
+        if not (math.isfinite(scale) and scale > 0):
+            raise ModelLoadError(
+                f"the checkpoint's scale {weights.prefix}{name} is not usable",
+                got=scale,
+                expected="a positive number",
+                hint="the checkpoint is damaged, or its scales were never measured",
+            )
+    return next(iter(found.values()), 1.0)

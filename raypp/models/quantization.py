@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
-from raypp.errors import ModelLoadError
 from raypp.models.config_fields import ConfigFields
 
 WeightFormat = Literal["fp8", "awq", "gptq", "compressed_int4", "online_fp8"]
@@ -88,7 +86,7 @@ def read_quantization(fields: ConfigFields) -> Quantization | None:
         return None
     if not isinstance(value, dict):
         raise fields.error(_FIELD, repr(value), "an object")
-    section = _Section(fields.file, value, _FIELD)
+    section = _Section(fields.file, value, f"{_FIELD}.")
     method = section.get("quant_method")
     reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None:
@@ -99,20 +97,12 @@ def read_quantization(fields: ConfigFields) -> Quantization | None:
 class _Section(ConfigFields):
     """An object inside of config.json; errors name its fields by their whole path."""
 
-    def __init__(self, file: Path, values: Mapping[str, Any], path: str) -> None:
-        super().__init__(file, values)
-        self.path = path
-
-    def error(self, name: str, got: object, expected: str, hint: str | None = None) -> ModelLoadError:
-        """Return the error of a field."""
-        return super().error(f"{self.path}.{name}", got, expected, hint)
-
     def below(self, name: str) -> _Section:
         """Return an object in here."""
         value = self.get(name)
         if not isinstance(value, dict):
             raise self.error(name, _said(value), "an object")
-        return _Section(self.file, value, f"{self.path}.{name}")
+        return _Section(self.file, value, f"{self.path}{name}.")
 
     def require(self, name: str, allowed: Sequence[object], *, where_unsaid: object = None) -> Any:
         """Return a field, which must be one of some values; what is null counts as unsaid."""
@@ -230,7 +220,7 @@ def _dynamic_skips(section: _Section) -> tuple[str, ...]:
 def _read_compressed(section: _Section, model: ConfigFields) -> Quantization | None:
     """Read compressed-tensors' `config_groups`, which must agree on the weights; None if only the KV cache has a form.
 
-    What form that is: `raypp.models.kv_cache_scheme`.
+    What form that is: `raypp.models.config`.
     """
     if section.get("sparsity_config"):
         section.below("sparsity_config").require("format", ("dense",), where_unsaid="dense")

@@ -12,22 +12,26 @@ Source: the published checkpoints' config.json and tensor names; transformers 5.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 
-from raypp.encoder.encoded_item import EncodedItem
-from raypp.encoder.protocol import BatchShape, BudgetRange, EncoderGraphConfig, ItemSpec, Per, TensorSpec
+from raypp.encoder.protocol import BatchShape, BudgetRange, EncodedItem, EncoderGraphConfig, Per, TensorSpec
 from raypp.models.vision_config import VisionConfig
-from raypp.models.vision_positions import grid_positions
 from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.host_to_device import concatenated
 from raypp.ops.vision import RotateQk, choose_rotate_qk, linear_gelu_tanh, segment_attention
 from raypp.prompt_items import EncoderItem
+
+Layer = Callable[[torch.Tensor], torch.Tensor]
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(x, weight, bias) -> y."""
 
 _PREFIX = "model.visual."
 _NORM_EPS = 1e-6
@@ -42,11 +46,6 @@ class PatchBatch:
     num_tokens: tuple[int, ...]  # of each
     values: Mapping[str, torch.Tensor]  # what the forward reads, by the names of `Qwen3VLVisionTower.graph_config`
     max_segment_len: int
-
-    @property
-    def num_patches(self) -> int:
-        """P."""
-        return len(self.values["patches"])
 
 
 class Qwen3VLVisionTower:
@@ -94,9 +93,7 @@ class Qwen3VLVisionTower:
         return self._config.out_hidden_size
 
     def graph_config(self) -> EncoderGraphConfig:
-        """Return what the buffers look like."""
         return EncoderGraphConfig(
-            modalities=("image", "video"),
             patches_per_token=self._config.patches_per_token,
             inputs=(
                 TensorSpec("patches", torch.uint8, Per.PATCH, (self._config.patch_dim,)),
@@ -108,17 +105,11 @@ class Qwen3VLVisionTower:
         )
 
     def budget_range(self) -> BudgetRange:
-        """Return the budgets that are worth a graph."""
         config = self._config
         smallest = max(config.image_pixels.min_pixels // config.side_factor**2, 1)
         return BudgetRange(smallest, max(smallest, min(_MAX_GRAPH_TOKENS, config.tokens_per_max_image)))
 
-    def item_specs(self, items: Sequence[EncoderItem]) -> list[ItemSpec]:
-        """Return the items' sizes."""
-        return [ItemSpec(item.num_tokens, len(item.patches)) for item in items]
-
     def select_items(self, items: Sequence[EncoderItem], indices: Sequence[int]) -> PatchBatch:
-        """Return a batch of some of the items, in the order of `indices`."""
         chosen = [items[index] for index in indices]
         return self._batch(
             [item.key for item in chosen],
@@ -142,16 +133,13 @@ class Qwen3VLVisionTower:
         return {**batch.values, "segment_starts": concatenated([starts, ends], self._device)}
 
     def captured_forward(self, inputs: Mapping[str, torch.Tensor], shape: BatchShape) -> torch.Tensor:
-        """Encode what the buffers hold; return [1 + L, T, out_hidden_size]."""
         return self._forward(inputs, shape.num_tokens * self._config.patches_per_token)
 
     def eager_forward(self, batch: PatchBatch) -> torch.Tensor:
-        """Encode a batch of any size; return [1 + L, T, out_hidden_size]."""
         inputs = {name: values.to(self._device, non_blocking=True) for name, values in batch.values.items()}
         return self._forward(inputs, batch.max_segment_len)
 
     def split_output(self, output: torch.Tensor, batch: PatchBatch) -> list[EncodedItem]:
-        """Return the leading rows of `output`, item by item, each in memory of its own."""
         rows = output[:, : sum(batch.num_tokens)].split(batch.num_tokens, dim=1)
         return [
             EncodedItem(key, part.clone(memory_format=torch.contiguous_format))
@@ -167,9 +155,7 @@ class Qwen3VLVisionTower:
         lens = [h * w for _, h, w in grids]
         parts = {
             "patches": patches,
-            "coordinates": [of_grid.coordinates.numpy() for of_grid in positions],
-            "corner_indices": [of_grid.corner_indices.numpy() for of_grid in positions],
-            "corner_weights": [of_grid.corner_weights.numpy() for of_grid in positions],
+            **{name: [of_grid[name] for of_grid in positions] for name in positions[0]},
             "segment_starts": [np.cumsum([0, *lens], dtype=np.int32)],
         }
         return PatchBatch(
@@ -203,14 +189,12 @@ class _Block:
         hidden, intermediate = config.hidden_size, config.intermediate_size
         self._rotate_qk = rotate_qk
         self._num_heads = config.num_heads
-        self._norm1, self._norm2 = (
-            _LayerNorm(weights.below("norm1."), hidden),
-            _LayerNorm(weights.below("norm2."), hidden),
-        )
-        self._qkv = _Linear(weights.below("attn.qkv."), 3 * hidden, hidden)
-        self._output = _Linear(weights.below("attn.proj."), hidden, hidden)
-        self._up = _Linear(weights.below("mlp.linear_fc1."), intermediate, hidden)
-        self._down = _Linear(weights.below("mlp.linear_fc2."), hidden, intermediate)
+        self._norm1 = _layer_norm(weights.below("norm1."), hidden)
+        self._norm2 = _layer_norm(weights.below("norm2."), hidden)
+        self._qkv = _linear(weights.below("attn.qkv."), 3 * hidden, hidden)
+        self._output = _linear(weights.below("attn.proj."), hidden, hidden)
+        self._up = _linear(weights.below("mlp.linear_fc1."), intermediate, hidden, linear_gelu_tanh)
+        self._down = _linear(weights.below("mlp.linear_fc2."), hidden, intermediate)
 
     def __call__(
         self,
@@ -225,7 +209,7 @@ class _Block:
         q, k, v = self._rotate_qk(qkv, cos, sin).unbind(1)
         attended = segment_attention(q, k, v, segment_starts, max_segment_len)
         hidden = hidden + self._output(attended.reshape(len(hidden), -1))
-        return hidden + self._down(self._up.then_gelu_tanh(self._norm2(hidden)))
+        return hidden + self._down(self._up(self._norm2(hidden)))
 
 
 class _Merger:
@@ -234,9 +218,9 @@ class _Merger:
     def __init__(self, config: VisionConfig, weights: WeightReader, *, normalizes_merged: bool) -> None:
         self._merged_size = config.hidden_size * config.patches_per_token
         self._normalizes_merged = normalizes_merged
-        self._norm = _LayerNorm(weights.below("norm."), self._merged_size if normalizes_merged else config.hidden_size)
-        self._up = _Linear(weights.below("linear_fc1."), self._merged_size, self._merged_size)
-        self._down = _Linear(weights.below("linear_fc2."), config.out_hidden_size, self._merged_size)
+        self._norm = _layer_norm(weights.below("norm."), self._merged_size if normalizes_merged else config.hidden_size)
+        self._up = _linear(weights.below("linear_fc1."), self._merged_size, self._merged_size)
+        self._down = _linear(weights.below("linear_fc2."), config.out_hidden_size, self._merged_size)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [T, out_hidden_size]. Shapes: hidden [P, H]."""
@@ -247,22 +231,50 @@ class _Merger:
         return self._down(F.gelu(self._up(merged)))
 
 
-class _Linear:
-    def __init__(self, weights: WeightReader, num_out: int, num_in: int) -> None:
-        self._weight = weights.tensor("weight", num_out, num_in)
-        self._bias = weights.tensor("bias", num_out)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight, self._bias)
-
-    def then_gelu_tanh(self, x: torch.Tensor) -> torch.Tensor:
-        return linear_gelu_tanh(x, self._weight, self._bias)
+def _linear(weights: WeightReader, num_out: int, num_in: int, product: Product = F.linear) -> Layer:
+    weight, bias = weights.tensor("weight", num_out, num_in), weights.tensor("bias", num_out)
+    return lambda x: product(x, weight, bias)
 
 
-class _LayerNorm:
-    def __init__(self, weights: WeightReader, size: int) -> None:
-        self._weight = weights.tensor("weight", size)
-        self._bias = weights.tensor("bias", size)
+def _layer_norm(weights: WeightReader, size: int) -> Layer:
+    weight, bias = weights.tensor("weight", size), weights.tensor("bias", size)
+    return lambda x: F.layer_norm(x, (size,), weight, bias, _NORM_EPS)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, (x.shape[-1],), self._weight, self._bias, _NORM_EPS)
+
+@lru_cache(maxsize=256)
+def grid_positions(height: int, width: int, merge_size: int, grid_side: int) -> dict[str, NDArray[Any]]:
+    """Return where the patches of an image of `height` x `width` lie; shapes repeat, so results are kept.
+
+    Patches come in the order in which they are merged: block by block, and row by row within a block. Learned positions
+    lie on a square grid whose corners are those of the image, and are interpolated bilinearly (Qwen3-VL; transformers
+    5.17, `vision_utils.py`).
+
+    Args:
+        height: Rows of patches, a multiple of `merge_size`.
+        width: Columns, likewise.
+        merge_size: Side of the blocks of patches that become one token.
+        grid_side: Side of the learned grid.
+
+    Returns:
+        For P patches: `coordinates` [P, 2] int64, row and column; `corner_indices` [P, 4] int64, the learned positions
+        around each; `corner_weights` [P, 4] float32, how near each of these is.
+    """
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    blocks = (height // merge_size, merge_size, width // merge_size, merge_size)
+    rows, columns = (axis.reshape(blocks).transpose(1, 2).reshape(-1) for axis in (rows, columns))
+    row_taps, row_weights = _taps(rows, height, grid_side)
+    column_taps, column_weights = _taps(columns, width, grid_side)
+    return {
+        "coordinates": torch.stack((rows, columns), 1).numpy(),
+        "corner_indices": (row_taps.unsqueeze(2) * grid_side + column_taps.unsqueeze(1)).view(-1, 4).numpy(),
+        "corner_weights": (row_weights.unsqueeze(2) * column_weights.unsqueeze(1)).view(-1, 4).numpy(),
+    }
+
+
+def _taps(indices: torch.Tensor, size: int, grid_side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the two nearest places on the learned axis, and their weights, both [P, 2]."""
+    places = indices.to(torch.float32) * (grid_side - 1) / max(size - 1, 1)
+    below = places.floor()
+    share = (places - below).unsqueeze(1)
+    taps = torch.stack((below, (below + 1).clamp(max=grid_side - 1)), 1).to(torch.int64)
+    return taps, torch.cat((1 - share, share), 1)

@@ -1,7 +1,7 @@
 """Reads from config.json how a model's rotary embedding turns, and how far it is stretched. Needs no torch.
 
 Both forms of that file are read: `rope_theta` with `rope_scaling` (published checkpoints) and `rope_parameters` (what
-transformers 5 writes). `raypp.models.rope` makes frequencies of it.
+transformers 5 writes). `raypp.models.layer` makes frequencies of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from raypp.errors import ModelLoadError
 from raypp.models.config_fields import ConfigFields
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
@@ -90,14 +89,14 @@ def read_rope(fields: ConfigFields, num_positions: int, max_model_len: int | Non
         return replace(rope, mrope_section=_mrope_section(fields, scaling)), num_positions
     if scaling.get("mrope_section") is not None:
         raise fields.error(f"{name}.rope_type", repr(rope_type), "default beside mrope_section")
+    of_original = fields if fields.get(_ORIGINAL) is not None else scaling  # as transformers has it
     if rope_type == "llama3":
-        return _read_llama3(rope, name, fields, scaling), num_positions
+        return _read_llama3(rope, scaling, of_original.integer(_ORIGINAL)), num_positions
     if rope_type == "dynamic":
         factor = scaling.number("factor")
         stretched_to = max(min(max_model_len or 0, int(factor * num_positions)), num_positions)
         rope = replace(rope, factor=factor, original_max_position_embeddings=num_positions, stretched_to=stretched_to)
         return replace(rope, rope_type="dynamic"), stretched_to
-    of_original = _of_original(fields, scaling)
     original = of_original.integer(_ORIGINAL, num_positions)
     default = num_positions / original if rope_type == "yarn" else None
     factor = scaling.number("factor", default)
@@ -105,18 +104,18 @@ def read_rope(fields: ConfigFields, num_positions: int, max_model_len: int | Non
         num_positions = max(num_positions, int(factor * original))
     if rope_type == "linear":
         return replace(rope, rope_type="linear", factor=factor), num_positions
-    return _read_yarn(rope, name, scaling, factor, original), num_positions
+    return _read_yarn(rope, scaling, factor, original), num_positions
 
 
 def with_rope_scaling(fields: ConfigFields, rope_scaling: Mapping[str, Any]) -> ConfigFields:
     """Return the fields with another `rope_scaling`.
 
-    The base stays that of the file, unless it is given, and the original context is the file's, likewise.
+    The base stays that of the file, unless it is given, and so does the original context.
 
     Raises:
         ModelLoadError: a field of the setting is unknown, missing or wrong.
     """
-    setting = _Scaling(ConfigFields(_SETTINGS, {}), "rope_scaling", rope_scaling)
+    setting = ConfigFields(_SETTINGS, rope_scaling, "rope_scaling.")
     for field, value in rope_scaling.items():
         if field not in _FIELDS:
             raise setting.error(field, repr(value), f"one of the fields {', '.join(_FIELDS)}")
@@ -141,41 +140,24 @@ def _scaling_section(fields: ConfigFields) -> tuple[str, ConfigFields]:
     if not isinstance(values, dict):
         raise fields.error(name, repr(values), "an object")
     # Each form may lack the base that the other keeps elsewhere.
-    return name, _Scaling(fields, name, {"rope_theta": fields.get("rope_theta"), **values})
+    return name, ConfigFields(fields.file, {"rope_theta": fields.get("rope_theta"), **values}, f"{name}.")
 
 
-class _Scaling(ConfigFields):
-    """The object that says how positions are scaled; errors name its fields by their whole path."""
-
-    def __init__(self, fields: ConfigFields, name: str, values: Mapping[str, Any]) -> None:
-        super().__init__(fields.file, values)
-        self._name = name
-
-    def error(self, name: str, got: object, expected: str, hint: str | None = None) -> ModelLoadError:
-        """Return the error of a field."""
-        return super().error(f"{self._name}.{name}", got, expected, hint)
-
-
-def _of_original(fields: ConfigFields, scaling: ConfigFields) -> ConfigFields:
-    """Return the fields that say the original context: what is beside counts, for transformers too."""
-    return fields if fields.get(_ORIGINAL) is not None else scaling
-
-
-def _read_llama3(rope: RopeConfig, name: str, fields: ConfigFields, scaling: ConfigFields) -> RopeConfig:
+def _read_llama3(rope: RopeConfig, scaling: ConfigFields, original: int) -> RopeConfig:
     low_freq_factor, high_freq_factor = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
     if low_freq_factor >= high_freq_factor:
-        raise fields.error(f"{name}.low_freq_factor", low_freq_factor, f"below high_freq_factor={high_freq_factor}")
+        raise scaling.error("low_freq_factor", low_freq_factor, f"below high_freq_factor={high_freq_factor}")
     return replace(
         rope,
         rope_type="llama3",
         factor=scaling.number("factor"),
         low_freq_factor=low_freq_factor,
         high_freq_factor=high_freq_factor,
-        original_max_position_embeddings=_of_original(fields, scaling).integer(_ORIGINAL),
+        original_max_position_embeddings=original,
     )
 
 
-def _read_yarn(rope: RopeConfig, name: str, scaling: ConfigFields, factor: float, original: int) -> RopeConfig:
+def _read_yarn(rope: RopeConfig, scaling: ConfigFields, factor: float, original: int) -> RopeConfig:
     beta_fast, beta_slow = scaling.number("beta_fast", 32.0), scaling.number("beta_slow", 1.0)
     if beta_fast < beta_slow:
         raise scaling.error("beta_fast", beta_fast, f"at least beta_slow={beta_slow}")

@@ -22,8 +22,7 @@ import torch
 
 from raypp.errors import ModelLoadError
 from raypp.models.quantization import Quantization, WeightFormat
-from raypp.ops.quantize import quantize_rows
-from raypp.ops.weight import Weight
+from raypp.ops.weight import Weight, quantize_rows
 
 _NUMBERS = 8  # of an int32
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)

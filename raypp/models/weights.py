@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import pickle
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -42,30 +43,27 @@ _TYPE_NAMES = {
 _TYPES = {name: dtype for dtype, name in _TYPE_NAMES.items()}
 
 
+Index = tuple[int | slice, ...]
+
+
 class WeightSource(StoredTensors, Protocol):
     """Gives a model's tensors by the names of its checkpoint."""
 
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Index | None = None) -> torch.Tensor:
         """Return the tensor, converted to `dtype`, in host memory or already where it is going.
 
-        Raises:
-            ModelLoadError: there is none of that name and shape.
-        """
-
-    def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a tensor that a checkpoint may have or not, None if it has none of that name."""
-
-    def part(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[int | slice, ...]
-    ) -> torch.Tensor:
-        """Return the part of a tensor of `shape` that is at an index, as `get` returns it whole; read no other.
+        Args:
+            name: As the checkpoint has it.
+            shape: Of the whole tensor.
+            dtype: What it becomes.
+            where: The part to read; None: all of it.
 
         Raises:
             ModelLoadError: there is none of that name and shape.
         """
 
     def unread(self) -> Collection[str]:
-        """Return the names of the tensors that are there and that nobody asked for yet."""
+        """Return the names of the tensors that are there and were not read."""
 
 
 class CheckpointWeights:
@@ -80,29 +78,12 @@ class CheckpointWeights:
         self._names: dict[str, Collection[str]] = {}  # of the tensors in an open file
         self._read: set[str] = set()
 
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor `name`, which must be of `shape`, as `dtype`.
-
-        Floats and integers are only what they are asked for as, and so are floats of 8 bits.
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Index | None = None) -> torch.Tensor:
+        """Return a tensor, or a part. Floats, integers and floats of 8 bits do not become each other.
 
         Raises:
             ModelLoadError: missing, of another shape or kind, or in a file that is truncated or no safetensors.
         """
-        return self._get(name, shape, dtype, None)
-
-    def part(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[int | slice, ...]
-    ) -> torch.Tensor:
-        """Return the part of a tensor of `shape` that is at an index; read no other.
-
-        Raises:
-            ModelLoadError: as `get` has it.
-        """
-        return self._get(name, shape, dtype, where)
-
-    def _get(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[int | slice, ...] | None
-    ) -> torch.Tensor:
         file_name = self._file_with(name)
         if file_name is None:
             raise missing_tensor(self._path, name, shape, self._file_of_tensor)
@@ -120,7 +101,6 @@ class CheckpointWeights:
         return tensor.to(dtype, copy=True)
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a tensor, None if there is none of that name."""
         file_name = self._file_with(name)
         return None if file_name is None else tuple(self._open(file_name).get_slice(name).get_shape())
 
@@ -130,7 +110,6 @@ class CheckpointWeights:
         return None if file_name is None else _TYPES.get(self._open(file_name).get_slice(name).get_dtype())
 
     def unread(self) -> Collection[str]:
-        """Return the names of the tensors that are there and that nobody asked for yet."""
         return self._file_of_tensor.keys() - self._read
 
     @cached_property
@@ -245,8 +224,10 @@ class DummyWeights:
         self._seed = seed
         self._device = device
 
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the random tensor `name` of `shape`; integers are all zero."""
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Index | None = None) -> torch.Tensor:
+        """Return a random tensor, or a part; integers are all zero."""
+        if where is not None:
+            return self.get(name, shape, dtype)[where]
         if not dtype.is_floating_point:
             return torch.zeros(shape, dtype=dtype, device=self._device)
         if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")):
@@ -298,17 +279,11 @@ class DummyWeights:
         return None
 
     def type_of(self, name: str) -> torch.dtype | None:
-        """Return None, likewise."""
+        """Return None: what a checkpoint need not have is not there."""
         return None
 
-    def part(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[int | slice, ...]
-    ) -> torch.Tensor:
-        """Return the part of a random tensor that is at an index."""
-        return self.get(name, shape, dtype)[where]
-
     def unread(self) -> Collection[str]:
-        """Return nothing: what nobody asks for is not there."""
+        """Return nothing: a tensor is there once it is read."""
         return ()
 
 
@@ -320,13 +295,13 @@ _UNUSED = (
 )
 
 
-def warn_of_unread(source: WeightSource, whose: str, is_own: Callable[[str], bool]) -> None:
-    """Log the names of tensors that nobody reads: config.json does not speak of them, so the model may be another one.
+def warn_of_unread(source: WeightSource, part: str, is_own: Callable[[str], bool]) -> None:
+    """Log the names of tensors that were not read: config.json does not speak of them, so the model may be another.
 
     Args:
         source: Where all was read from.
-        whose: Whose tensors they are, for the log.
-        is_own: Whether a tensor is looked after here; each has to be in one place.
+        part: Of the model, for the log.
+        is_own: Whether a tensor is this part's; each is of exactly one.
     """
     names = sorted(name for name in source.unread() if is_own(name) and not name.endswith(_UNUSED))
     if names:
@@ -334,7 +309,7 @@ def warn_of_unread(source: WeightSource, whose: str, is_own: Callable[[str], boo
         _LOG.warning(
             "%s: %d tensors of the checkpoint are not used: %s%s; if the model has such parts, its config.json or its "
             "architecture is not the right one, and its texts will be wrong",
-            whose,
+            part,
             len(names),
             ", ".join(names[:_NAMED_AT_MOST]),
             more,
@@ -449,7 +424,7 @@ class WeightReader:
                 return self._dummy(name, shape, form)
             return Weight(self.source.get(name, shape, self.dtype).to(self.device))
         first = self.below(prefix.format(0)).weight(modules, rows, num_inputs)
-        whole = _room_for(first, num_experts)
+        whole = first.mapped(lambda part: part.new_empty(num_experts, *part.shape))
         for expert in range(num_experts):
             weight = self.below(prefix.format(expert)).weight(modules, rows, num_inputs) if expert else first
             if not has_form_of(whole, weight, with_order=False):
@@ -474,7 +449,7 @@ class WeightReader:
 
     def _dummy(self, name: str, shape: tuple[int, ...], quantization: Quantization) -> Weight:
         assert isinstance(self.source, DummyWeights)
-        return self.source.quantized(name, shape, quantization).to(self.device)
+        return self.source.quantized(name, shape, quantization).mapped(lambda part: part.to(self.device))
 
     def stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
         """Return tensors of `[rows[i], *columns]` one below the other: several weights in one product."""
@@ -484,26 +459,13 @@ class WeightReader:
         return stacked
 
 
-def _room_for(first: Weight, num_experts: int) -> Weight:
-    """Return a weight of as many experts, each in the form of the first, still without numbers."""
-
-    def room(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.new_empty(num_experts, *tensor.shape)
-
-    data = first.data.new_empty(num_experts, *first.data.shape)
-    return replace(first, data=data, scale=room(first.scale), zero=room(first.zero), order=room(first.order))
-
-
 def _as_plain(whole: Weight, num_there: int, dtype: torch.dtype) -> Weight:
     """Return a weight of as many experts in plain form, of which some are there."""
     if whole.scale is None:
         return whole
-    num_experts = len(whole.data)
-    parts = (whole.data, whole.scale, whole.zero, whole.order)
-    data, scale, zero, order = (None if part is None else part[:num_there] for part in parts)
-    assert data is not None
-    plain = torch.empty(num_experts, whole.num_outputs, whole.num_inputs, dtype=dtype, device=whole.data.device)
-    plain[:num_there] = Weight(data, scale, zero, whole.block, order).dequantized(dtype)
+    shape = len(whole.data), whole.num_outputs, whole.num_inputs
+    plain = torch.empty(shape, dtype=dtype, device=whole.data.device)
+    plain[:num_there] = whole.mapped(lambda part: part[:num_there]).dequantized(dtype)
     return Weight(plain)
 
 
@@ -521,3 +483,53 @@ def _put(whole: Weight, expert: int, weight: Weight) -> None:
     for to, part in pairs:
         if to is not None and part is not None:
             to[expert].copy_(part)
+
+
+class PickledWeights:
+    """A file that `torch.save` wrote: a dict of tensors. Mapped, not read; see `WeightSource`."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._read: set[str] = set()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor."""
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Index | None = None) -> torch.Tensor:
+        """Return a tensor, or a part.
+
+        Raises:
+            ModelLoadError: missing, of another shape or kind, or in a file that is not one of tensors.
+        """
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise missing_tensor(self._file, name, shape, self._tensors)
+        self._read.add(name)
+        check_tensor(self._file, name, (tuple(tensor.shape), type_name(tensor.dtype)), (shape, dtype))
+        return (tensor if where is None else tensor[where]).to(dtype, copy=True)
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        tensor = self._tensors.get(name)
+        return None if tensor is None else tuple(tensor.shape)
+
+    def type_of(self, name: str) -> torch.dtype | None:
+        tensor = self._tensors.get(name)
+        return None if tensor is None else tensor.dtype
+
+    def unread(self) -> Collection[str]:
+        return self._tensors.keys() - self._read
+
+    @cached_property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        try:
+            found = torch.load(self._file, map_location="cpu", mmap=True, weights_only=True)
+        except (RuntimeError, pickle.UnpicklingError, OSError, EOFError, ValueError) as error:
+            raise ModelLoadError(
+                f"{self._file} is not a file of tensors alone",
+                got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                hint="convert it to safetensors",
+            ) from error
+        if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+            raise ModelLoadError(f"{self._file} is not a dict of tensors", got=type(found).__name__)
+        return found

@@ -182,7 +182,10 @@ def response_schema(kind: str, json_schema: dict[str, Any] | None) -> dict[str, 
     """Return the schema that `response_format` asks for; None when it asks for text."""
     if kind == "json_object":
         return _ANY_OBJECT
-    return None if json_schema is None else json_schema.get("schema", _ANY_OBJECT)
+    if json_schema is None:
+        return None
+    schema = json_schema.get("schema")
+    return _ANY_OBJECT if schema is None else schema
 
 
 def _structural_tag(form: Form) -> dict[str, Any]:
@@ -484,7 +487,9 @@ class ChatRequest(CompletionFields):
                 param="response_format",
             )
         given = (wanted.json_schema or {}) if wanted is not None else {}
-        if "schema" not in given and (others := sorted(given.keys() - {"name", "description", "strict"})):
+        if given.get("schema") is None and (
+            others := sorted(given.keys() - {"name", "description", "strict", "schema"})
+        ):
             raise RequestError(
                 "response_format.json_schema has no schema, and has what belongs into one",
                 got=", ".join(others)[:200],

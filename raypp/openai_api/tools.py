@@ -15,7 +15,7 @@ from pydantic import Field
 from raypp.errors import RequestError
 from raypp.grammar.lark import check_schema
 from raypp.grammar.schema_check import cannot_be_enforced
-from raypp.grammar.tag_arguments import arguments_of
+from raypp.grammar.structural_tag import arguments_of
 from raypp.openai_api.request_fields import LenientModel, RequestModel
 
 ALL_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
@@ -162,7 +162,11 @@ class ToolUse:
             RequestError: a strict function whose schema cannot be enforced.
         """
         schema = tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+        types = schema.get("type", "object")
         try:
+            if types != "object" and not (isinstance(types, list) and "object" in types):
+                raise cannot_be_enforced("#", f"the type {str(types)[:40]!r}", expected="object: arguments have names")
+            schema = {**schema, "type": "object"}
             check_schema(schema)
             if not is_json:
                 _check_bare_parameters(schema)

@@ -13,13 +13,12 @@ Two sets exist: that of `raypp.ops.cpu.torch_kernels` runs everywhere, and is th
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from raypp.ops.attention import AttentionBatch, Heads
-from raypp.ops.rotary import Rotation
-from raypp.ops.routing import Routing
+from raypp.ops.attention import AttentionBatch, Heads, Rotation
 from raypp.ops.weight import Weight
 
 
@@ -64,19 +63,19 @@ class Attention(Protocol):
     def __call__(
         self,
         qkv: torch.Tensor,
-        by: Rotation,
+        rope: Rotation,
         kv_cache: torch.Tensor,
         batch: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the output, [T, Hq * D]; in `out` if that is given.
 
-        Shapes: qkv [T, (Hq + 2 Hk) * D]: queries, keys, values; by: the step's, of the same kernel set; kv_cache
+        Shapes: qkv [T, (Hq + 2 Hk) * D]: queries, keys, values; rope: the step's, of the same kernel set; kv_cache
         [2, num_blocks, Hk, block_size, D]. T may be more than the batch's tokens: the rest of `out` is left alone.
-        What a row computes past the end of its block table is finite and meaningless; nobody reads it.
+        What a row computes past the end of its block table is finite, meaningless and never read.
         """
 
-    def append(self, qkv: torch.Tensor, by: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def append(self, qkv: torch.Tensor, rope: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Only write the cache, as a call does. Never waits for the device. Shapes: slot_mapping [T] int64."""
 
 
@@ -176,7 +175,7 @@ class KernelSet(Protocol):
         """Return the attention of a layer with these heads."""
 
     def rotation(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float = 1.0) -> Rotation:
-        """Return the rotation of a step's tokens for `Attention`, once for all layers; see `raypp.ops.rotary`.
+        """Return the rotation of a step's tokens for `Attention`, once for all layers; see `raypp.ops.attention`.
 
         Shapes: positions [T] int64 and inverse_frequencies [D / 2]; or, along axes, [T, A] and [A, D / 2]. Cosines and
         sines are multiplied by `scale`.
@@ -189,3 +188,39 @@ class KernelSet(Protocol):
             batch: Gets its `plan`.
             ring_entry: Which of the plan buffers to use; free again when the step that used it last has finished.
         """
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a router's logits become experts and their weights.
+
+    Args:
+        num_chosen: k, experts by token.
+        normalizes: Whether a token's weights are divided by their sum (`norm_topk_prob`; Mixtral always).
+        is_even: For measurements: choose by a hash of the logits' bits, so that random weights load experts evenly.
+    """
+
+    num_chosen: int
+    normalizes: bool
+    is_even: bool = False
+
+
+def choose_experts(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token's experts, [T, k] int64, the most likely first, and their weights, [T, k] float32.
+
+    Shapes: logits [T, E] of any float type. Of equal logits the expert with the lower number comes first.
+    """
+    probabilities = torch.softmax(logits.float(), -1)
+    ranked = torch.sort(_hashed(logits) if routing.is_even else probabilities, dim=-1, descending=True, stable=True)
+    experts = ranked.indices[:, : routing.num_chosen]
+    weights = probabilities.gather(1, experts)
+    return experts, weights / weights.sum(-1, keepdim=True) if routing.normalizes else weights
+
+
+def _hashed(logits: torch.Tensor) -> torch.Tensor:
+    """Return numbers that look random, and depend on the bits of a logit and its expert's number: [T, E] int64."""
+    bits = logits.float().contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    mixed = (bits + 0x9E3779B9 * torch.arange(1, logits.shape[-1] + 1, device=logits.device)) & 0xFFFFFFFF
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):  # lowbias32
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & 0xFFFFFFFF
+    return mixed

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from raypp.messages import Int32s
+from raypp.ops.kv_cache import zeros_on_demand
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -43,11 +45,9 @@ class TorchBlockMover:
     """On any device."""
 
     def gather(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        """Copy blocks into one piece each."""
         torch.index_select(planes.transpose(0, 1), 0, blocks, out=staged)
 
     def scatter(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        """Copy pieces back into blocks."""
         planes.transpose(0, 1).index_copy_(0, blocks, staged)
 
 
@@ -60,3 +60,31 @@ def planes_of(kv_caches: torch.Tensor) -> torch.Tensor:
     num_bytes = math.prod(block) * kv_caches.element_size()
     words = next(word for word in _WORDS if num_bytes % word.itemsize == 0)
     return kv_caches.view(num_layers * 2, num_blocks, -1).view(words)
+
+
+class TorchBlockStore:
+    """Copies at once.
+
+    Args:
+        kv_caches: [L, 2, num_blocks, Hk, block_size, D].
+        num_cpu_blocks: Blocks that there is room for.
+    """
+
+    def __init__(self, kv_caches: torch.Tensor, num_cpu_blocks: int) -> None:
+        self._planes = planes_of(kv_caches)
+        self._mover = TorchBlockMover()
+        num_planes, _, num_words = self._planes.shape
+        shape = num_cpu_blocks, num_planes, num_words
+        self._memory = zeros_on_demand(math.prod(shape), self._planes.dtype).view(shape)
+
+    def copy_out(self, blocks: Int32s, cpu_blocks: Int32s) -> None:
+        staged = self._memory.new_empty(len(blocks), *self._memory.shape[1:])
+        self._mover.gather(self._planes, _indices(blocks), staged)
+        self._memory.index_copy_(0, _indices(cpu_blocks), staged)
+
+    def copy_in(self, blocks: Int32s, cpu_blocks: Int32s) -> None:
+        self._mover.scatter(self._planes, _indices(blocks), self._memory.index_select(0, _indices(cpu_blocks)))
+
+
+def _indices(blocks: Int32s) -> torch.Tensor:
+    return torch.from_numpy(blocks.astype(np.int64))

@@ -24,18 +24,18 @@ R = TypeVar("R")
 
 
 class Breakable(Protocol):
-    """A recording in progress that can be interrupted."""
+    """A capture in progress that can be interrupted."""
 
     def interrupt(self, op: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """End the graph, call the operation now and at every replay, begin the next graph."""
 
 
-# Per thread, like the stream that torch records to. Whoever records sets it.
+# Per thread, like the stream that torch captures. Set while a graph is captured.
 _in_progress: ContextVar[Breakable | None] = ContextVar("recording", default=None)
 
 
 def break_point(op: Callable[P, R]) -> Callable[P, R]:
-    """Mark an operation. Outside of a breakable recording it is simply called."""
+    """Mark an operation. Outside of a breakable capture it is simply called."""
 
     @wraps(op)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -47,7 +47,7 @@ def break_point(op: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def breaking_at(recording: Breakable | None) -> Iterator[None]:
-    """Have break points interrupt `recording` meanwhile; None: have them run as part of what calls them."""
+    """Have break points interrupt `recording` meanwhile; None: they run as part of their caller."""
     token = _in_progress.set(recording)
     try:
         yield

@@ -8,8 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from raypp.ops.backend import KernelSet
-from raypp.ops.block_store import BlockMover, BlockStore, TorchBlockMover
-from raypp.ops.cpu.torch_blocks import TorchBlockStore
+from raypp.ops.block_store import BlockMover, BlockStore, TorchBlockMover, TorchBlockStore
 from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.sample.token_choice import TokenChoice, TorchTokenChoice
 

@@ -11,11 +11,12 @@ them. The weights of E experts have one more dimension in front. Each kernel set
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 WeightKind = Literal["plain", "fp8", "int4"]
 
@@ -78,13 +79,10 @@ class Weight:
         order = self.order.unsqueeze(-2).expand(matrix.shape)
         return torch.empty_like(matrix).scatter_(-1, order, matrix)
 
-    def to(self, device: torch.device) -> Weight:
-        """Return the weight there."""
-
-        def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor.to(device)
-
-        return Weight(self.data.to(device), moved(self.scale), moved(self.zero), self.block, moved(self.order))
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Weight:
+        """Return the weight with each of its tensors changed."""
+        scale, zero, order = (None if part is None else change(part) for part in (self.scale, self.zero, self.order))
+        return replace(self, data=change(self.data), scale=scale, zero=zero, order=order)
 
     def _spread(self, by_block: torch.Tensor) -> torch.Tensor:
         """Return a number per block as one per element."""
@@ -137,3 +135,36 @@ def by_output(weight: Weight) -> Weight:
         return by_block.repeat_interleave(rows, -2)[..., : weight.num_outputs, :].contiguous()
 
     return replace(weight, scale=spread(weight.scale), zero=spread(weight.zero), block=(1, columns))
+
+
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_PIECE_ROWS = 1024
+
+
+def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight in 8 bits, and its scale: quantized * scale is within 2^-4 of each element.
+
+    Shapes: weight [N, K]; quantized [N, K] float8_e4m3fn; scale [N] float32. Elements below 2^-14 of their row's
+    largest lose more.
+    """
+    quantized = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    pieces = zip(weight.split(_PIECE_ROWS), quantized.split(_PIECE_ROWS), scale.split(_PIECE_ROWS), strict=True)
+    for rows, into, of_rows in pieces:  # in float32, a piece at a time
+        values = rows.float()
+        of_rows.copy_(values.abs().amax(1) / _LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)  # a row of zeros
+        into.copy_((values / of_rows[:, None]).clamp_(-_LARGEST, _LARGEST))
+    return quantized, scale
+
+
+def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x W^T, [T, N] float32, in `out` if that is given. Only a CPU rounds it to x's type first.
+
+    Shapes: x [T, K]; weight [N, K]; out [T, N] float32.
+    """
+    if x.dtype == torch.float32:
+        return torch.mm(x, weight.t(), out=out)
+    if x.is_cuda:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+    y = F.linear(x, weight).to(torch.float32)
+    return y if out is None else out.copy_(y)

@@ -1,4 +1,4 @@
-"""From the bytes of a file to pixels, whoever sent them: every limit holds before memory is spent.
+"""From the bytes of any file to pixels: every limit holds before memory is spent.
 
 An image is opened first, which reads its head alone, and decoded when it is known to be allowed and to have room.
 """

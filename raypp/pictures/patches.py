@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from raypp.errors import RequestError
+from raypp.messages import Int32s
 from raypp.models.vision_config import PixelBounds, VisionConfig
-from raypp.prompt_items import EncoderItem
+from raypp.prompt_items import EncoderItem, PromptItems
 
 _MAX_ASPECT_RATIO = 200
 
@@ -99,3 +100,31 @@ def _item(frames: Sequence[NDArray[np.uint8]], config: VisionConfig) -> EncoderI
     # -> blocks, patches of a block, then a patch's channels, frames, rows and columns
     patches = np.ascontiguousarray(cut.transpose(1, 4, 2, 5, 7, 0, 3, 6)).reshape(rows * columns, config.patch_dim)
     return EncoderItem.of(patches, (1, rows, columns), rows * columns // config.patches_per_token)
+
+
+def place_pictures(
+    token_ids: Int32s | Sequence[int], items: Sequence[EncoderItem], config: VisionConfig
+) -> tuple[Int32s, PromptItems]:
+    """Return the prompt with as many placeholders as its images have tokens, and where they stand.
+
+    Args:
+        token_ids: The prompt [T], one placeholder per item.
+        items: In the order of their placeholders.
+        config: Of the model's vision tower.
+
+    Raises:
+        RequestError: there are more or fewer placeholders than items.
+    """
+    ids = np.asarray(token_ids, np.int32)
+    places = np.flatnonzero((ids == config.image_token_id) | (ids == config.video_token_id))
+    if len(places) != len(items):
+        raise RequestError(
+            "the number of image placeholders in the prompt differs from the number of images",
+            got=f"{len(places)} placeholders, {len(items)} images",
+            expected="one for each",
+            hint="text must not contain the model's own image placeholders, such as <|image_pad|>",
+        )
+    counts = np.ones(len(ids), np.int64)
+    counts[places] = [item.num_tokens for item in items]
+    starts = (np.cumsum(counts) - counts)[places].tolist()
+    return np.repeat(ids, counts), PromptItems(tuple(items), tuple(starts), config.spatial_merge_size)

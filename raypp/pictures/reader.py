@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import base64
+import binascii
+import os
+import stat
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from PIL import Image
 
-from raypp.errors import RequestError
+from raypp.config.sections import ImagesSection
+from raypp.errors import QueueFullError, RequestError
 from raypp.models.vision_config import VisionConfig
-from raypp.pictures.beside import PicturesBeside
-from raypp.pictures.content import Content, ImageContent, check_number, sources_of
-from raypp.pictures.decode_picture import OpenedImage
+from raypp.pictures.content import (
+    Content,
+    ImageContent,
+    check_number,
+    sources_as_contents,
+    sources_of,
+    take_pictures,
+    with_files,
+)
+from raypp.pictures.decode_picture import OpenedImage, check_bytes, open_array, open_file, open_pil
 from raypp.pictures.fetch import Fetcher
 from raypp.pictures.patches import fitted_size, image_item, num_tokens_of, video_items
-from raypp.pictures.pixel_room import PixelRoom
-from raypp.pictures.read import open_image, open_image_url
+from raypp.pictures.web_address import is_web_address
 from raypp.prompt_items import EncoderItem
+
+_RETRY_AFTER_S = 5
+_FORMS = "a PIL image, a path, the bytes of a file, or an array [height, width, 3] of uint8"
+
+T = TypeVar("T")
+
+_NICENESS = 10  # more than the process itself has
+_MOST_NICENESS = 19
+_MAX_DECODING = 8
+"""Threads that decode. More would take time from what else the process does, its event loop above all."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +78,7 @@ class PictureReader:
 
     def __init__(self, config: VisionConfig, max_model_len: int, fetcher: Fetcher) -> None:
         self.config = config
-        self.beside = PicturesBeside(fetcher)
+        self.beside = ImageThreads(fetcher)
         """For event loops, which must not block."""
         self._max_model_len = max_model_len
         self._fetcher = fetcher
@@ -184,3 +215,210 @@ class PictureReader:
         bounds = config.image_pixels if num_frames is None else config.video_pixels
         num_counted = 1 if num_frames is None else max(num_frames, config.temporal_patch_size)
         return fitted_size(height, width, config.side_factor, bounds, num_counted)
+
+
+def open_image(source: Any, fetcher: Fetcher) -> OpenedImage:
+    """Return what a user of the Python API gives as an image. A path is trusted: it is the user's own.
+
+    Raises:
+        RequestError: it is none, or too large.
+    """
+    limits = fetcher.limits
+    if isinstance(source, Image.Image):
+        return open_pil(source, limits)
+    if isinstance(source, bytes | bytearray | memoryview):
+        check_bytes(memoryview(source).nbytes, limits)
+        return open_file(bytes(source), limits)
+    if is_web_address(source) or _is_data(source):
+        return open_image_url(source, fetcher)
+    if isinstance(source, str | os.PathLike):
+        return open_file(_read_file(Path(source), limits), limits)
+    if hasattr(source, "__array__") or hasattr(source, "__array_interface__"):
+        return open_array(source, limits)
+    raise RequestError("not an image", got=type(source).__name__, expected=_FORMS)
+
+
+def open_image_url(url: Any, fetcher: Fetcher) -> OpenedImage:
+    """Return the image at an address; `data:` holds it itself, others are fetched if the configuration allows that.
+
+    Raises:
+        RequestError: not allowed, or no image.
+    """
+    if not isinstance(url, str):
+        raise RequestError("not an image's address", got=type(url).__name__, expected="a string")
+    data = _data_of(url, fetcher.limits) if _is_data(url) else fetcher.fetch(url)
+    return open_file(data, fetcher.limits)
+
+
+def _is_data(source: Any) -> bool:
+    return isinstance(source, str) and source[:100].lstrip()[:5].lower() == "data:"
+
+
+def _read_file(path: Path, limits: ImagesSection) -> bytes:
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for, a device has no end
+            raise RequestError("an image file cannot be read", got=f"{path}, which is no file", expected=_FORMS)
+        check_bytes(found.st_size, limits, str(path))
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise RequestError("an image file cannot be read", got=error, expected=_FORMS) from error
+
+
+def _data_of(url: str, limits: ImagesSection) -> bytes:
+    """Return what a data address holds. Blanks, missing padding and percent signs are taken, as browsers do."""
+    head, comma, text = url.partition(",")
+    if not comma or not head.lower().rstrip().endswith("base64"):
+        raise RequestError(
+            "an image in a data address must be in base64", got=repr(url[:60]), expected="data:image/png;base64,..."
+        )
+    text = "".join((unquote(text) if "%" in text else text).split()).rstrip("=")
+    check_bytes(len(text) * 3 // 4, limits)
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError("an image's base64 is broken", got=error, expected="A-Z, a-z, 0-9, + and /") from error
+
+
+class ImageThreads:
+    """Threads for images, beside an event loop and the threads that tokenize texts; started when first needed.
+
+        messages --fetch, side by side--> messages with files --prepare, a prompt at a time and thread--> requests
+
+    So slow sites delay no image that is there already, and images delay no text.
+
+    Args:
+        fetcher: Fetches addresses.
+    """
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+        self._fetches = ThreadPoolExecutor(fetcher.limits.max_image_fetches, "fetch")
+        num_threads = min(_MAX_DECODING, os.cpu_count() or 1)
+        self._decoders = ThreadPoolExecutor(num_threads, "pictures", initializer=_step_aside)
+
+    async def messages(self, messages: Sequence[Mapping[str, Any]], prepare: Callable[[Any], T]) -> T:
+        """Fetch what a conversation names by addresses; then call `prepare` with the conversation on a thread.
+
+        Args:
+            messages: Given to `prepare` with files in the place of addresses.
+            prepare: Reads its images.
+
+        Raises:
+            RequestError: an address is not allowed, cannot be fetched, or `prepare` raises it.
+        """
+        if all(isinstance(message, Mapping) for message in messages):  # else `prepare` says what is wrong
+            _, contents = take_pictures(messages)
+            check_number(contents, self._fetcher.limits)
+            files = await self._files(source for content in contents for source in sources_of(content))
+            messages = with_files(messages, files) if files else messages
+        return await self._run(partial(prepare, messages))
+
+    async def prompts(self, prompts: Sequence[Any], prepare: Callable[[Any], T]) -> T:
+        """Do the same for prompts, of which some have `multi_modal_data`."""
+        for prompt in prompts:
+            check_number(sources_as_contents(_images_of(prompt)), self._fetcher.limits)
+        files = await self._files(image for prompt in prompts for image in _images_of(prompt))
+        return await self._run(
+            partial(prepare, [_with_files(prompt, files) for prompt in prompts] if files else prompts)
+        )
+
+    async def _files(self, sources: Iterable[Any]) -> dict[str, bytes]:
+        """Return the files of all sources that are addresses, each fetched once."""
+        urls = list(dict.fromkeys(source for source in sources if is_web_address(source)))
+        for url in urls:
+            self._fetcher.check(url)
+        fetches = [asyncio.wrap_future(self._fetches.submit(self._fetcher.fetch, url)) for url in urls]
+        try:
+            return dict(zip(urls, await asyncio.gather(*fetches), strict=True))
+        finally:
+            for fetch in fetches:
+                fetch.cancel()  # those that no thread has begun
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._decoders.submit(work))
+
+
+def _step_aside() -> None:
+    """Lower this thread's priority: on a busy machine steps go before images. Only Linux has such priorities."""
+    if sys.platform == "linux":
+        # Below the process's own, wherever that is: to take a higher one is not allowed to everybody.
+        niceness = min(os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS, _MOST_NICENESS)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
+
+def _images_of(prompt: Any) -> Sequence[Any]:
+    data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    images = data.get("image") if isinstance(data, Mapping) else None
+    return images if isinstance(images, list | tuple) else [images]
+
+
+def _with_files(prompt: Any, files: Mapping[str, bytes]) -> Any:
+    images = _images_of(prompt)
+    if not any(is_web_address(image) for image in images):
+        return prompt
+    filled = [files[image] if is_web_address(image) else image for image in images]
+    return {**prompt, "multi_modal_data": {**prompt["multi_modal_data"], "image": filled}}
+
+
+class PixelRoom:
+    """Lets prompts in as long as there is room for their pixels, in the order in which they come. For many threads.
+
+    Args:
+        limits: What the configuration allows.
+    """
+
+    def __init__(self, limits: ImagesSection) -> None:
+        self._limit = limits.max_pixels_in_flight
+        self._timeout_s = limits.image_wait_timeout_s
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+        self.num_held = 0
+        """Pixels of those that are in."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that wait."""
+        return len(self._waiting)
+
+    @contextmanager
+    def hold(self, num_pixels: int) -> Iterator[None]:
+        """Wait until there is room, and hold it. Who holds some must not ask for more.
+
+        Raises:
+            RequestError: there is never room for so many.
+            QueueFullError: others did not make room in time.
+        """
+        if num_pixels > self._limit:
+            raise RequestError(
+                "the images of a prompt have too many pixels together",
+                got=f"{num_pixels} pixels",
+                expected=f"at most max_pixels_in_flight = {self._limit}",
+                hint="make them smaller, or raise max_pixels_in_flight",
+            )
+        ticket = object()
+
+        def is_next() -> bool:
+            return self._waiting[0] is ticket and self.num_held + num_pixels <= self._limit
+
+        with self._changed:
+            self._waiting.append(ticket)
+            try:
+                if not self._changed.wait_for(is_next, self._timeout_s):
+                    raise QueueFullError(
+                        "too many pixels are being decoded",
+                        retry_after_s=_RETRY_AFTER_S,
+                        got=f"{num_pixels} pixels beside {self.num_held} of other requests",
+                        expected=f"max_pixels_in_flight = {self._limit} together, "
+                        f"within image_wait_timeout_s = {self._timeout_s:g} s",
+                    )
+                self.num_held += num_pixels
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.num_held -= num_pixels
+                self._changed.notify_all()

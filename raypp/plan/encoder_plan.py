@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raypp.config.engine_config import EngineConfig
-from raypp.encoder.encoder_spec import EncoderSpec
+from raypp.encoder.protocol import EncoderSpec
 from raypp.models.config import ModelConfig
 from raypp.plan.hardware import Hardware
 

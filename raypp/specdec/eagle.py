@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 
 from raypp.models.draft_head import DraftHead, Entered
-from raypp.ops.attention import AttentionBatch
-from raypp.ops.rotary import Rotation
+from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
 from raypp.specdec.proposer import DraftingRows, Drafts, Followed, VerifiedStep
 
@@ -90,8 +89,8 @@ class EagleProposer:
                 prefill_seq_lens=[],
             )
             tokens = slice(index * num_rows, (index + 1) * num_rows)
-            by = Rotation(rotation.cos[tokens], rotation.sin[tokens])
-            states, token_ids = head.finish(entered, by, self._kv_cache, attention)
+            rope = Rotation(rotation.cos[tokens], rotation.sin[tokens])
+            states, token_ids = head.finish(entered, rope, self._kv_cache, attention)
             draft_ids.append(token_ids)
             if index + 1 < self._num_drafts:
                 entered = head.enter(states, token_ids)

@@ -10,11 +10,10 @@ import torch
 
 from raypp.models.checkpoint_names import PICKLED_FILE, has_safetensors
 from raypp.models.config import ModelConfig
-from raypp.models.decoder import DecoderModel, HeadSupport
+from raypp.models.decoder import DecoderModel, HeadSupport, compile_layers
 from raypp.models.draft_head import DraftHead
-from raypp.models.pickled_weights import PickledWeights
 from raypp.models.registry import build_model
-from raypp.models.weights import WeightReader, WeightSource, open_weights, warn_of_unread
+from raypp.models.weights import PickledWeights, WeightReader, WeightSource, open_weights, warn_of_unread
 from raypp.ops import kv_cache
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice
 from raypp.stage.schemas import StageSchemas
@@ -76,13 +75,11 @@ def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactor
     )
     source = open_weights(spec.load_format, spec.model_path, spec.seed, device)
     model.load_weights(source)
-    warn_of_unread(source, f"stage {spec.stage_index}", model.looks_after)
+    warn_of_unread(source, f"stage {spec.stage_index}", model.owns_tensor)
     if spec.graphs.compile_backend is not None:
-        from raypp.models.compiled_layer import compile_layers  # torch's compiler takes seconds to import
-
         compile_layers(model, spec.max_step_tokens, spec.graphs.compile_backend)
     if spec.draft_head is not None and spec.is_last:
-        model.attach_draft_head(_build_draft_head(spec, spec.draft_head, config, model))
+        model.draft_head = _build_draft_head(spec, spec.draft_head, config, model)
     return model
 
 

@@ -86,7 +86,7 @@ class PaddedForward:
         if bucket is None or positions.ndim > 1 or deepstack is not None:
             return self._model.forward(hidden, positions, attention, self._kv_caches, deepstack)
         self._num_tokens = num_tokens = len(hidden)
-        self._batches[bucket].follow(attention)
+        self._batches[bucket].adopt(attention)
         for buffer, values in (
             (self._hidden, hidden),
             (self._positions, positions),
@@ -112,7 +112,7 @@ class PaddedForward:
             prefill_seq_lens=[],
             padded_out=self._attended[:bucket],
         )
-        batch.follow(step.attention)
+        batch.adopt(step.attention)
         self._num_tokens = bucket
         self._graphs.record(
             PIECEWISE,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.encoder.encoded_item import EncodedItem
+from raypp.encoder.protocol import EncodedItem
 from raypp.messages import StepPlan
 from raypp.models.decoder import Deepstack
 from raypp.ops.host_to_device import to_device, to_device_together

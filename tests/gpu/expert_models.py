@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raypp.models.config import ModelConfig
-from raypp.models.expert_config import ExpertConfig
+from raypp.models.config import ExpertConfig, ModelConfig
 from raypp.models.rope_config import RopeConfig
 
 

@@ -18,6 +18,7 @@ from scipy import stats
 
 from raypp.ops import vision
 from raypp.ops.attention import HeadNorm, Heads
+from raypp.ops.backend import Routing, choose_experts
 from raypp.ops.block_store import TorchBlockMover
 from raypp.ops.cuda import between_products
 from raypp.ops.cuda.adjust_kernel import LogitAdjuster, remember
@@ -25,7 +26,7 @@ from raypp.ops.cuda.between_products import narrow, silu_and_mul
 from raypp.ops.cuda.block_kernels import KernelBlockMover
 from raypp.ops.cuda.cuda_kernels import CudaKernels
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
-from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape, choose_cut
+from raypp.ops.cuda.experts import ExpertCut, ExpertShape, choose_cut
 from raypp.ops.cuda.heads import append_heads, gather_heads, rotate_qk_, rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
@@ -35,8 +36,6 @@ from raypp.ops.cuda.router_kernels import Routed, arrange, most_tiles, route
 from raypp.ops.cuda.row_inputs_kernel import row_inputs as row_inputs_kernel
 from raypp.ops.cuda.token_quantization import TokenNorm, quantize_tokens
 from raypp.ops.kv_cache import FP8
-from raypp.ops.quantize import quantize_rows
-from raypp.ops.routing import Routing, choose_experts
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
 from raypp.ops.row_tokens import NO_TOKEN, NewTokens, RowTokens
 from raypp.ops.sample.adjust import adjusted
@@ -54,7 +53,7 @@ from raypp.ops.sample.tables import (
     Widths,
 )
 from raypp.ops.sample.token_history import TokenHistory
-from raypp.ops.weight import Weight, WeightKind
+from raypp.ops.weight import Weight, WeightKind, quantize_rows
 from raypp.specdec.table_bytes import row_tokens_width
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

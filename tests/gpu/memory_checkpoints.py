@@ -35,19 +35,15 @@ class MemoryCheckpoint:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
 
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a copy of a tensor, which the reader may change."""
+    def get(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[int | slice, ...] | None = None
+    ) -> torch.Tensor:
+        """Return a copy of a tensor, or of a part, which the reader may change."""
         if name not in self._tensors:
             raise missing_tensor("memory", name, shape, self._tensors)
         tensor = self._tensors[name]
         assert tensor.shape == shape, f"{name}: {tuple(tensor.shape)} instead of {shape}"
-        return tensor.to(dtype, copy=True)
-
-    def part(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[int | slice, ...]
-    ) -> torch.Tensor:
-        """Return a part of a tensor."""
-        return self.get(name, shape, dtype)[where]
+        return (tensor if where is None else tensor[where]).to(dtype, copy=True)
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """Return a tensor's shape, None if there is none of that name."""

@@ -10,16 +10,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops.cpu.rms_norm import RMSNorm
-from raypp.ops.cpu.torch_experts import TorchExperts
-from raypp.ops.cpu.torch_kernels import TorchKernels
-from raypp.ops.cuda.expert_tuning import ExpertShape, choose_cut
+from raypp.ops.backend import Routing
+from raypp.ops.cpu.torch_kernels import RMSNorm, TorchExperts, TorchKernels
+from raypp.ops.cuda.experts import ExpertShape, choose_cut
 from raypp.ops.cuda.kernel_launch import Device
 from raypp.ops.cuda.product_tuning import most_exact_rows_of_fp8
 from raypp.ops.cuda.projection import Product
 from raypp.ops.cuda.quantized_projection import MAX_OWN_ROWS_OF_INT4
 from raypp.ops.cuda.router_kernels import SCALED
-from raypp.ops.routing import Routing
 from raypp.ops.weight import Weight
 
 _ANY_ROWS = 1 << 30

@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from raypp.ops.attention import Heads
-from raypp.ops.cuda.plain_torch import rms_norm, silu_and_mul
-from raypp.ops.routing import Routing, choose_experts
+from raypp.ops.backend import Routing, choose_experts
+from raypp.ops.cuda.cuda_kernels import plain_rms_norm as rms_norm
+from raypp.ops.cuda.cuda_kernels import plain_silu_and_mul as silu_and_mul
 from raypp.ops.sample.adjust import BANNED
 
 

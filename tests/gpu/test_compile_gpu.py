@@ -17,9 +17,8 @@ from recorded_plans import StageModels, called_graphs, record_plans, run_plans
 from raypp.config.engine_config import EngineConfig
 from raypp.graphs.compiled import CompiledFunction
 from raypp.graphs.graph_manager import CudaGraphManager, graph_maker
-from raypp.models.compiled_layer import CompiledLayer, compile_layers
 from raypp.models.config import load_model_config
-from raypp.models.decoder import DecoderLayer
+from raypp.models.decoder import CompiledLayer, DecoderLayer, compile_layers
 from raypp.models.registry import build_model
 from raypp.models.weights import DummyWeights
 from raypp.plan.engine_plan import EnginePlan, plan_engine

@@ -13,7 +13,7 @@ from eagle_reference import make_head
 from hf_models import make_checkpoint
 from test_cpu_kv import MAX_LEN, converse, scarce
 
-from raypp.ops.cpu.torch_blocks import TorchBlockStore
+from raypp.ops.block_store import TorchBlockStore
 from raypp.ops.device_kernels import open_block_store
 from raypp.ops.kv_cache import FP8, allocate_kv_caches
 from raypp.plan.hardware import Hardware

@@ -8,8 +8,7 @@ from hf_vision import FIRST_TEXT_TOKEN, make_vision_checkpoint, picture, picture
 
 from raypp import LLM, SamplingParams
 from raypp.api.picture_prompts import EncodedPrompt
-from raypp.encoder.encoder_graphs import EncoderCudaGraphManager
-from raypp.encoder.graph_choice import GraphChoice
+from raypp.encoder.encoder_graphs import EncoderCudaGraphManager, GraphChoice
 from raypp.graphs.buckets import Buckets
 from raypp.graphs.graph_manager import graph_maker
 from raypp.models.config import load_model_config

@@ -18,19 +18,19 @@ import kernel_checks as checks
 import reference_ops as reference
 
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
+from raypp.ops.backend import Routing
 from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.cuda.block_kernels import KernelBlockMover
 from raypp.ops.cuda.cuda_kernels import CudaKernels, CudaProjection
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
-from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape
+from raypp.ops.cuda.experts import ExpertCut, ExpertShape
 from raypp.ops.cuda.kernel_launch import Device, Workspace
-from raypp.ops.cuda.prefill_attention import FlashInferPrefill, SdpaPrefill
 from raypp.ops.cuda.product_tuning import MAX_ROWS, choose_projection, input_type_in_8_bits
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, fold_norm
+from raypp.ops.cuda.step_attention import FlashInferPrefill, SdpaPrefill
 from raypp.ops.device_kernels import choose_kernels
 from raypp.ops.kv_cache import FP8
-from raypp.ops.routing import Routing
 from raypp.ops.weight import Weight
 
 CUDA = torch.device("cuda")

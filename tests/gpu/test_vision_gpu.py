@@ -11,8 +11,8 @@ import torch.nn.functional as F  # noqa: N812
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from raypp.models.layer import axis_frequencies, inverse_frequencies
 from raypp.models.qwen3_vl import Qwen3VLVisionTower
-from raypp.models.rope import axis_frequencies, inverse_frequencies
 from raypp.models.rope_config import RopeConfig
 from raypp.models.vision_config import PixelBounds, VisionConfig
 from raypp.models.weights import DummyWeights

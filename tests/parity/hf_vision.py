@@ -29,7 +29,7 @@ from raypp.config.sections import ImagesSection
 from raypp.models.config import load_model_config
 from raypp.pictures.content import ImageContent, VideoContent
 from raypp.pictures.fetch import Fetcher
-from raypp.pictures.places import place_pictures
+from raypp.pictures.patches import place_pictures
 from raypp.pictures.reader import PictureReader
 from raypp.prompt_items import EncoderItem, PromptItems
 

@@ -16,7 +16,7 @@ from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.pictures.content import ImageContent
 from raypp.pictures.fetch import Fetcher
-from raypp.pictures.places import place_pictures
+from raypp.pictures.patches import place_pictures
 from raypp.pictures.reader import PictureReader
 from raypp.types import SamplingParams
 

@@ -45,7 +45,10 @@ def test_engines_share_the_ray_that_the_first_one_started(monkeypatch):
     prompt = [{"prompt_token_ids": [1]}]
     first, second = _fake(), _fake()
     processes = first.processes()
-    assert [_has_torch(pid) for pid in (processes["driver"], *processes["stages"])] == [False, True]
+    actors = (processes["driver"], *processes["stages"])
+    assert [_has_torch(pid) for pid in actors] == [False, True]
+    own_priority = os.getpriority(os.PRIO_PROCESS, 0)
+    assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in actors] == [own_priority, own_priority]
     first.close()
     assert ray.is_initialized()
     assert _tokens(second, prompt) == [list(range(2, 26))]

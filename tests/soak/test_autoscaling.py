@@ -16,6 +16,8 @@ from ray import serve
 from serve_app.app import build
 from serve_app.running_serve import end_serve, start_serve
 
+pytestmark = pytest.mark.part("chaos")
+
 WAIT_S = 150.0
 NUM_ROWS = 4
 

@@ -19,9 +19,11 @@ import pytest
 
 from raypp.actors.local_process import LocalProcess, await_end, with_descendants
 
+pytestmark = pytest.mark.part("chaos")
+
 NUM_BUSY_PER_CORE = 15
 NUM_STARTS = int(os.environ.get("BUSY_STARTS", "1"))
-START_S = 900.0
+START_S = 1800.0
 WAIT_S = 300.0
 
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.part("chaos")
+
 USER = Path(__file__).with_name("chaos_user.py")
 WAIT_S = 170.0
 SOON_S = 5.0

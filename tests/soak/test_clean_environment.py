@@ -8,6 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.part("docs")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -10,6 +10,8 @@ from client_packages import CLIENTS, CONFORMANCE, Client, Environment, RegistryU
 from recorder import ENGINE
 from running_app import RunningApp, running_app
 
+pytestmark = pytest.mark.part("clients")
+
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[RunningApp]:

@@ -18,6 +18,8 @@ import pytest
 from code_blocks import Block, blocks_of, documents
 from repository import ROOT, name_of
 
+pytestmark = pytest.mark.part("docs")
+
 _BLOCK_TIMEOUT_S = 300
 _END_TIMEOUT_S = 60
 

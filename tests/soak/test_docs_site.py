@@ -12,6 +12,10 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.part("docs")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -39,7 +39,12 @@ FULL: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FULL)
+_PART_OF = {"parity": "models", "ray": "chaos", "unit": "sizes"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.part(_PART_OF[name.split("/")[1]])) for name in FULL]
+)
 def test_in_full(name: str, note: Callable[[str], None]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-o", "faulthandler_timeout=600", name]
     environment = os.environ | FULL[name]

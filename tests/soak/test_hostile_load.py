@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from hostile_load import measure
+
+pytestmark = pytest.mark.part("clients")
 
 MOST_REFUSED, MOST_ADMITTED, MOST_GROWTH = 1.5, 1.2, 0.1
 

@@ -19,6 +19,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+pytestmark = pytest.mark.part("docs")
+
 ROOT = Path(__file__).parents[2]
 UNIT = (ROOT / "deploy/raypp.service").read_text()
 # What this environment was made from: it has none of its packages.

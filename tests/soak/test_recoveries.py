@@ -28,6 +28,8 @@ from raypp.errors import FatalRequestError
 from raypp.stage.build_stage import build_stage_model
 from raypp.testing import launch_in_threads
 
+pytestmark = pytest.mark.part("chaos")
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this module
 
 NUM_KILLS = int(os.environ.get("RECOVERY_KILLS", "60"))

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 from batch_jobs import actors_below, wait_for
 from exactness import TIE_GAP
 from hf_models import hf_logits
@@ -27,6 +28,8 @@ from raypp import LLM, SamplingParams
 from raypp.api.tokenizer import Tokenizer
 from raypp.models.registry import resolve_model_path
 from raypp.testing import launch_in_threads
+
+pytestmark = pytest.mark.part("chaos")
 
 NUM_STREAMS, NUM_KILLS, KILL_EVERY_S = 50, 6, 20.0
 NUM_TOKENS = 300

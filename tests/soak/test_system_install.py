@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.part("docs")
+
 ROOT = Path(__file__).parents[2]
 PYTHON = "/usr/bin/python3"  # the system's, as in an image
 ON_A_COPY = """

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 from waiting_requests import KINDS, describe, measure
 
+pytestmark = pytest.mark.part("chaos")
+
 NUM_REQUESTS = 10_000
 MOST_MS = 2.0
 ATTEMPTS = 3

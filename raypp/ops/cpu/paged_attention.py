@@ -64,7 +64,7 @@ def paged_attention(
 
     Shapes: q [T, Hq, D]; k, v [T, Hk, D], Hq a multiple of Hk, with padding behind if the batch's slot mapping has any;
     kv_cache [2, num_blocks, Hk, block_size, D], written in place. What a row computes past the end of its block table
-    is finite and meaningless; nobody reads it.
+    is finite, meaningless and never read.
 
     Args:
         q: Queries.
@@ -74,67 +74,31 @@ def paged_attention(
         batch: The step.
         heads: The layer's.
     """
+    if batch.plan is None:  # the first layer prepares for all: they differ in nothing that the plan depends on
+        batch.plan = _plan(kv_cache, q, batch)
     plan = batch.plan
-    if plan is None:  # the first layer prepares for all: they differ in nothing that the plan depends on
-        plan = batch.plan = plan_attention(
-            kv_cache,
-            dtype=q.dtype,
-            num_heads=q.shape[1],
-            num_decode_rows=batch.num_decode_rows,
-            decode_query_len=batch.decode_query_len,
-            seq_lens=batch.seq_lens,
-            block_tables=batch.block_tables,
-            slot_mapping=batch.slot_mapping,
-            prefill_query_lens=batch.prefill_query_lens,
-            prefill_seq_lens=batch.prefill_seq_lens,
-        )
     assert isinstance(plan, AttentionPlan)
-    return run_attention(q, k, v, kv_cache, plan, heads)
+    k_scale, v_scale = (heads.k_scale, heads.v_scale) if kv_cache.dtype == FP8 else (1.0, 1.0)
+    k, v = as_cached(k, kv_cache, k_scale), as_cached(v, kv_cache, v_scale)
+    write_kv_cache(kv_cache, k, v, plan.key_rows, plan.value_rows)
+    # A product with the scales is one with the scores, and one with the output.
+    out = _attend(q, k, v, kv_cache, plan, heads.scale * k_scale)
+    return out if v_scale == 1.0 else out.mul_(v_scale)
 
 
-def plan_attention(
-    kv_cache: torch.Tensor,
-    *,
-    dtype: torch.dtype,
-    num_heads: int,
-    num_decode_rows: int,
-    decode_query_len: int,
-    seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    prefill_query_lens: list[int],
-    prefill_seq_lens: list[int],
-) -> AttentionPlan:
-    """Prepare a step; see `AttentionBatch` for the arguments. Reads lengths from the device, which is the host.
-
-    `dtype` is that of the queries.
-    """
-    decode_lens = seq_lens[:num_decode_rows].tolist() if num_decode_rows else []
-    num_decode_tokens = num_decode_rows * decode_query_len
-    key_rows, value_rows = cache_rows(kv_cache, slot_mapping)
+def _plan(kv_cache: torch.Tensor, q: torch.Tensor, batch: AttentionBatch) -> AttentionPlan:
+    """Prepare a step. Reads lengths from the device, which is the host."""
+    num_rows, query_len, dtype = batch.num_decode_rows, batch.decode_query_len, q.dtype
+    lens = batch.seq_lens[:num_rows].tolist() if num_rows else []
+    key_rows, value_rows = cache_rows(kv_cache, batch.slot_mapping)
     return AttentionPlan(
         key_rows=key_rows,
         value_rows=value_rows,
-        num_decode_tokens=num_decode_tokens,
-        decode_query_len=decode_query_len,
-        decode_groups=_decode_groups(kv_cache, dtype, num_heads, decode_query_len, decode_lens, seq_lens, block_tables),
-        prefill_rows=_prefill_rows(
-            kv_cache, dtype, num_decode_tokens, prefill_query_lens, prefill_seq_lens, block_tables[num_decode_rows:]
-        ),
+        num_decode_tokens=num_rows * query_len,
+        decode_query_len=query_len,
+        decode_groups=_decode_groups(kv_cache, dtype, q.shape[1], query_len, lens, batch.seq_lens, batch.block_tables),
+        prefill_rows=_prefill_rows(kv_cache, dtype, batch) if batch.prefill_query_lens else [],
     )
-
-
-def run_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, plan: AttentionPlan, heads: Heads
-) -> torch.Tensor:
-    """Write k and v and attend, as `paged_attention` says, over a prepared step."""
-    scales = (heads.k_scale, heads.v_scale) if kv_cache.dtype == FP8 else (1.0, 1.0)
-    k, v = as_cached(k, kv_cache, scales[0]), as_cached(v, kv_cache, scales[1])
-    write_kv_cache(kv_cache, k, v, plan.key_rows, plan.value_rows)
-    # A product with the scales is one with the scores, and one with the output.
-    score_scale = heads.scale * scales[0]
-    out = _attend(q, k, v, kv_cache, plan, score_scale)
-    return out if scales[1] == 1.0 else out.mul_(scales[1])
 
 
 def _attend(
@@ -265,24 +229,17 @@ def _decode_group(
     mask = _additive_mask(positions < bounds, torch.promote_types(dtype, torch.float32))  # [R, Q, L]
     group_heads = 1 if query_len == 1 else num_heads // num_kv_heads
     mask = mask.view(num_rows, 1, query_len, 1, length).expand(-1, num_kv_heads, -1, group_heads, -1)
+    # By numpy: how many places there are depends on the lengths, which no operation of a recording may.
+    is_behind = np.arange(length) >= seq_lens.cpu().numpy()[:, None, None]
+    behind = np.flatnonzero(np.broadcast_to(is_behind, (2, num_rows, num_kv_heads, length)))
     return DecodeGroup(
         num_rows=num_rows,
         length=length,
         head_blocks=_head_blocks(kv_cache, block_tables[:num_rows, :num_blocks]),
         mask=mask.reshape(num_rows * num_kv_heads, -1, length),
-        behind=_places_behind(seq_lens, length, num_kv_heads),
+        behind=torch.from_numpy(behind).to(seq_lens.device),
         tokens=tokens,
     )
-
-
-def _places_behind(seq_lens: torch.Tensor, length: int, num_kv_heads: int) -> torch.Tensor:
-    """Return the places of [2, R, Hk, L] that lie behind their row's length, int64 [n].
-
-    By numpy: how many there are depends on the lengths, which no operation of a recording may.
-    """
-    is_behind = np.arange(length) >= seq_lens.cpu().numpy()[:, None, None]
-    places = np.flatnonzero(np.broadcast_to(is_behind, (2, len(seq_lens), num_kv_heads, length)))
-    return torch.from_numpy(places).to(seq_lens.device)
 
 
 def _head_blocks(kv_cache: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
@@ -296,15 +253,10 @@ def _head_blocks(kv_cache: torch.Tensor, block_tables: torch.Tensor) -> torch.Te
     return torch.add(heads, block_tables.unsqueeze(1), alpha=num_kv_heads).view(-1)
 
 
-def _prefill_rows(
-    kv_cache: torch.Tensor,
-    dtype: torch.dtype,
-    first_token: int,
-    query_lens: list[int],
-    seq_lens: list[int],
-    block_tables: torch.Tensor,
-) -> list[PrefillRow]:
-    block_size, rows, start = kv_cache.shape[3], [], first_token
+def _prefill_rows(kv_cache: torch.Tensor, dtype: torch.dtype, batch: AttentionBatch) -> list[PrefillRow]:
+    block_size, rows, start = kv_cache.shape[3], [], batch.num_decode_rows * batch.decode_query_len
+    block_tables = batch.block_tables[batch.num_decode_rows :]
+    query_lens, seq_lens = batch.prefill_query_lens, batch.prefill_seq_lens
     for index, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         head_blocks = mask = None
         if query_len < seq_len:

@@ -5,19 +5,17 @@ On a GPU its attention asks the device for lengths in every step, so a CUDA grap
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops.attention import AttentionBatch, Heads
+from raypp.ops.attention import AttentionBatch, Heads, Rotation, apply_rotary, rotation
+from raypp.ops.backend import AddedProjection, JoinedProjection, LMHead, Projection, Routing, choose_experts
 from raypp.ops.break_point import break_point
-from raypp.ops.cpu.linear import Linear
 from raypp.ops.cpu.paged_attention import paged_attention
-from raypp.ops.cpu.rms_norm import RMSNorm
-from raypp.ops.cpu.torch_experts import TorchExperts, silu_and_mul
 from raypp.ops.kv_cache import as_cached, cache_rows, write_kv_cache
-from raypp.ops.rotary import Rotation, apply_rotary, rotation
-from raypp.ops.routing import Routing
-from raypp.ops.weight import Weight
+from raypp.ops.weight import Weight, linear_in_float32
 
 
 class TorchKernels:
@@ -45,12 +43,11 @@ class TorchKernels:
         eps: float,
         weight: Weight,
         bias: torch.Tensor | None = None,
-    ) -> NormLinear:
-        """Return x -> norm(x) W^T + b."""
-        return NormLinear(RMSNorm(norm_weight, eps), self.linear(weight, bias))
+    ) -> Projection:
+        norm, linear = RMSNorm(norm_weight, eps), self.linear(weight, bias)
+        return lambda x: linear(norm(x))
 
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm:
-        """Return the norm of rows by itself."""
         return RMSNorm(weight, eps)
 
     def joined_norms_linear(
@@ -60,24 +57,29 @@ class TorchKernels:
         eps: float,
         weight: Weight,
         bias: torch.Tensor | None = None,
-    ) -> JoinedNormsLinear:
-        """Return (token_ids, states) -> (norm(embedding[token_ids]) beside norm(states)) W^T + b."""
+    ) -> JoinedProjection:
         token_norm, state_norm = (RMSNorm(norm_weight, eps) for norm_weight in norm_weights)
-        return JoinedNormsLinear(embedding, token_norm, state_norm, self.linear(weight, bias))
+        linear = self.linear(weight, bias)
+
+        def joined(token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+            tokens = F.embedding(token_ids, embedding)
+            return linear(torch.cat((token_norm(tokens), state_norm(states)), 1))
+
+        return joined
 
     def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
-        """Return x -> x W^T + b."""
         return Linear(weight.dequantized(self._dtype), bias, may_pack=self._packs_weights)
 
     def norm_gated_linear(
         self, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None = None
-    ) -> NormGatedLinear:
-        """Return x -> silu(gate) * up of norm(x) W^T + b."""
-        return NormGatedLinear(RMSNorm(norm_weight, eps), self.linear(weight, bias))
+    ) -> Projection:
+        norm, linear = RMSNorm(norm_weight, eps), self.linear(weight, bias)
+        return lambda x: silu_and_mul(linear(norm(x)))
 
-    def add_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> AddLinear:
-        """Return (x, residual) -> residual + x W^T + b."""
-        return AddLinear(self.linear(weight, bias))
+    def add_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> AddedProjection:
+        """Return (x, residual) -> residual + x W^T + b. The residual is left as it is."""
+        linear = self.linear(weight, bias)
+        return lambda x, residual: linear(x).add_(residual)
 
     def experts(
         self,
@@ -88,7 +90,6 @@ class TorchKernels:
         down: Weight,
         routing: Routing,
     ) -> TorchExperts:
-        """Return the sparse MLP of a layer."""
         gate_ups, downs = (
             [self.linear(Weight(matrix)) for matrix in weight.dequantized(self._dtype)] for weight in (gate_up, down)
         )
@@ -101,12 +102,14 @@ class TorchKernels:
         eps: float = 0.0,
         *,
         is_shared: bool = False,
-    ) -> TorchLMHead:
-        """Return x -> norm(x) W^T, or x W^T, in float32."""
-        return TorchLMHead(None if norm_weight is None else RMSNorm(norm_weight, eps), self.linear(weight))
+    ) -> LMHead:
+        linear = self.linear(weight)
+        if norm_weight is None:
+            return linear.in_float32
+        norm = RMSNorm(norm_weight, eps)
+        return lambda x, out=None: linear.in_float32(norm(x), out)
 
     def attention(self, heads: Heads) -> TorchAttention:
-        """Return the attention of a layer with these heads."""
         return TorchAttention(heads)
 
     def rotation(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float = 1.0) -> Rotation:
@@ -117,68 +120,6 @@ class TorchKernels:
     def plan_attention(self, batch: AttentionBatch, ring_entry: int) -> None:
         """Leave it to the first layer, which sees the cache."""
         batch.plan = None
-
-
-class JoinedNormsLinear:
-    """Tokens and states side by side, each normalized, then product."""
-
-    def __init__(self, embedding: torch.Tensor, token_norm: RMSNorm, state_norm: RMSNorm, linear: Linear) -> None:
-        self._embedding = embedding
-        self._token_norm = token_norm
-        self._state_norm = state_norm
-        self._linear = linear
-
-    def __call__(self, token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Return [T, N]. Shapes: token_ids [T]; states [T, H]."""
-        tokens = F.embedding(token_ids, self._embedding)
-        return self._linear(torch.cat((self._token_norm(tokens), self._state_norm(states)), 1))
-
-
-class NormLinear:
-    """Norm, then product."""
-
-    def __init__(self, norm: RMSNorm, linear: Linear) -> None:
-        self._norm = norm
-        self._linear = linear
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [T, N]. Shapes: x [T, K]."""
-        return self._linear(self._norm(x))
-
-
-class TorchLMHead:
-    """Norm, if there is one, then product."""
-
-    def __init__(self, norm: RMSNorm | None, linear: Linear) -> None:
-        self._norm = norm
-        self._linear = linear
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits, [N, V] float32. Shapes: x [N, H]."""
-        return self._linear.in_float32(x if self._norm is None else self._norm(x), out)
-
-
-class NormGatedLinear:
-    """Norm, product, gate."""
-
-    def __init__(self, norm: RMSNorm, linear: Linear) -> None:
-        self._norm = norm
-        self._linear = linear
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [T, I]. Shapes: x [T, K]."""
-        return silu_and_mul(self._linear(self._norm(x)))
-
-
-class AddLinear:
-    """Product and sum."""
-
-    def __init__(self, linear: Linear) -> None:
-        self._linear = linear
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Return [T, H]. Shapes: x [T, K]; residual [T, H], left as it is."""
-        return self._linear(x).add_(residual)
 
 
 class TorchAttention:
@@ -199,27 +140,25 @@ class TorchAttention:
     def __call__(
         self,
         qkv: torch.Tensor,
-        by: Rotation,
+        rope: Rotation,
         kv_cache: torch.Tensor,
         batch: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
-        q, k, v = self._make_heads(qkv, by)
+        q, k, v = self._make_heads(qkv, rope)
         return _attend(q, k, v, kv_cache, batch, self._heads, out)
 
-    def append(self, qkv: torch.Tensor, by: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Only write the cache."""
-        _, k, v = self._make_heads(qkv, by)
+    def append(self, qkv: torch.Tensor, rope: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        _, k, v = self._make_heads(qkv, rope)
         k, v = as_cached(k, kv_cache, self._heads.k_scale), as_cached(v, kv_cache, self._heads.v_scale)
         write_kv_cache(kv_cache, k, v, *cache_rows(kv_cache, slot_mapping))
 
-    def _make_heads(self, qkv: torch.Tensor, by: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _make_heads(self, qkv: torch.Tensor, rope: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries and keys, normalized and rotated, and values, each [T, heads, D]."""
         qk, v = qkv.view(self._qkv_shape).split_with_sizes(self._qk_v_split, 1)
         if self._norm is not None:
             qk = self._norm(qk)
-        q, k = apply_rotary(qk, by).split_with_sizes(self._head_split, 1)
+        q, k = apply_rotary(qk, rope).split_with_sizes(self._head_split, 1)
         return q, k, v
 
 
@@ -239,3 +178,134 @@ def _attend(
     num_tokens = batch.num_tokens
     out[:num_tokens] = paged_attention(q[:num_tokens], k, v, kv_cache, batch, heads).flatten(1)
     return out
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up. Shapes: gate_up [T, 2 * I], the gate first; returns [T, I]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+class TorchExperts:
+    """The sparse MLP expert by expert: each reads its weights once, for all of its tokens.
+
+    It asks the device for the number of each expert's tokens, so a CUDA graph cannot hold it.
+
+    Args:
+        norm: Of the tokens.
+        router: [E, H].
+        gate_up: [2 I, H] of each expert, the gate first.
+        down: [H, I] of each expert.
+        routing: How experts are chosen.
+    """
+
+    def __init__(
+        self, norm: RMSNorm, router: torch.Tensor, gate_up: list[Linear], down: list[Linear], routing: Routing
+    ) -> None:
+        self._norm = norm
+        self._router = router
+        self._gate_up = gate_up
+        self._down = down
+        self._routing = routing
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream after the MLP, [T, H]. Shapes: hidden [T, H], left as it is."""
+        normed = self._norm(hidden)
+        experts, weights = choose_experts(F.linear(normed, self._router), self._routing)
+        out = torch.empty_like(hidden)
+        self._add_sum(hidden, normed, experts, weights, out)
+        return out
+
+    @break_point
+    def _add_sum(
+        self,
+        hidden: torch.Tensor,
+        normed: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the residual stream to `out`. How often each expert is chosen decides what is launched."""
+        if not len(hidden):
+            return
+        num_tokens, num_chosen = experts.shape
+        by_expert = experts.flatten().argsort(stable=True)
+        counts = torch.bincount(experts.flatten(), minlength=len(self._down)).tolist()
+        x = normed.index_select(0, by_expert // num_chosen)
+        y = _each(self._down, silu_and_mul(_each(self._gate_up, x, counts)), counts)
+        of_pairs = torch.empty_like(y).index_copy_(0, by_expert, y).view(num_tokens, num_chosen, -1)
+        out.copy_((of_pairs * weights.unsqueeze(2)).sum(1).add_(hidden))
+
+
+def _each(linears: list[Linear], x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Return the outputs of linear layers, each of its own rows. Shapes: x [sum of counts, K]; returns [.., N]."""
+    parts = zip(linears, x.split(counts), strict=True)
+    return torch.cat([linear(rows) for linear, rows in parts if len(rows)])
+
+
+class RMSNorm:
+    """Scales vectors to a root mean square of one, then by a learned weight (RMSNorm, arXiv:1910.07467).
+
+    Shapes: weight [..., n]. Leading dimensions give each head its own weight: the queries' and keys' norms of a layer
+    are one call on [T, heads, n].
+    """
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        size = weight.shape[-1]
+        self.weight = weight
+        self._eps = eps
+        self._size = (size,)
+        # x / sqrt(sum(x^2) / n + eps) = sqrt(n) * x / hypot(|x|, sqrt(n * eps)): in float32 on a CPU half the time of
+        # the composite `F.rms_norm`, and as exact; a decode step of four layers has thirteen norms.
+        self._is_fast = weight.dtype == torch.float32 and not weight.is_cuda
+        self._scaled_weight = weight * math.sqrt(size)
+        self._floor = torch.tensor(math.sqrt(size * eps), dtype=weight.dtype, device=weight.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalized vectors, shaped like x [..., n] and of its dtype."""
+        if self._is_fast:
+            length = torch.linalg.vector_norm(x, 2, -1, True).hypot_(self._floor)
+            return torch.div(x, length).mul_(self._scaled_weight)
+        return F.rms_norm(x, self._size, None, self._eps).mul_(self.weight)
+
+
+class Linear:
+    """y = x W^T + b, with the weight in oneDNN's blocked form where the CPU has that.
+
+    Packed once at load, it is read from memory at twice the rate, and from two rows on products are 2 to 5 times as
+    fast: docs/design/0002-cpu-attention.md.
+
+    Args:
+        weight: [N, K]; not kept where a packed copy takes its place.
+        bias: [N] or None.
+        may_pack: Whether the weight may be kept in another form than torch's own.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, may_pack: bool = True) -> None:
+        self._is_packed = may_pack and _can_pack(weight)
+        self._weight: torch.Tensor = (
+            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self._is_packed else weight
+        )
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return y [T, N]. Shapes: x [T, K], of the weight's dtype."""
+        if not self._is_packed:
+            return F.linear(x, self._weight, self._bias)
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
+        return y
+
+    def in_float32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return y in float32, without a bias; see `linear_in_float32`."""
+        if not self._is_packed:
+            return linear_in_float32(x, self._weight, out)
+        y = self(x).to(torch.float32)
+        return y if out is None else out.copy_(y)
+
+
+def _can_pack(weight: torch.Tensor) -> bool:
+    if weight.is_cuda or not torch._C._has_mkldnn:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32

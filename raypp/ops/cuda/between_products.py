@@ -1,6 +1,6 @@
 """Kernels between a layer's products: norms, the gate of an MLP, conversion to fewer bits. One launch each.
 
-Twins: `raypp.ops.cuda.plain_torch`.
+Twins: `raypp.ops.cuda.cuda_kernels`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Gathers KV blocks of all layers into one piece each, and scatters them back. Twin: `TorchBlockMover`.
-
-One program copies what one layer's keys or values have of a block. There is no arithmetic but that of addresses, in 64
-bits: caches are larger than 32 bits can tell.
-"""
+"""Gathers KV blocks of all layers into one piece each, and scatters them back."""
 
 from __future__ import annotations
 
@@ -14,14 +10,15 @@ _TILE = 1024  # words at a time
 
 
 class KernelBlockMover:
-    """A `raypp.ops.block_store.BlockMover`: one launch each."""
+    """A `raypp.ops.block_store.BlockMover`: one launch each. Twin: `TorchBlockMover`.
+
+    A program copies what a layer's keys or values have of a block; addresses take 64 bits.
+    """
 
     def gather(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        """Copy blocks into one piece each."""
         _move(planes, blocks, staged, gathers=True)
 
     def scatter(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        """Copy pieces back into blocks."""
         _move(planes, blocks, staged, gathers=False)
 
 

@@ -9,9 +9,8 @@ from copy import copy
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops.attention import AttentionBatch, Heads
-from raypp.ops.backend import AddedProjection, Experts, LMHead, Projection
-from raypp.ops.cuda import plain_torch
+from raypp.ops.attention import AttentionBatch, Heads, Rotation
+from raypp.ops.backend import AddedProjection, Experts, JoinedProjection, LMHead, Projection, Routing
 from raypp.ops.cuda.between_products import join_norms, narrow, rms_norm, silu_and_mul
 from raypp.ops.cuda.experts import CudaExperts
 from raypp.ops.cuda.heads import rotation_table
@@ -26,10 +25,7 @@ from raypp.ops.cuda.quantized_projection import (
 )
 from raypp.ops.cuda.step_attention import CudaAttention
 from raypp.ops.cuda.token_quantization import TokenNorm
-from raypp.ops.linear_in_float32 import linear_in_float32
-from raypp.ops.rotary import Rotation
-from raypp.ops.routing import Routing
-from raypp.ops.weight import Weight
+from raypp.ops.weight import Weight, linear_in_float32
 
 ALL_ROWS = 1 << 30
 """More rows than any step has."""
@@ -90,16 +86,15 @@ class CudaKernels:
         weight: Weight,
         bias: torch.Tensor | None = None,
     ) -> Projection:
-        """Return x -> norm(x) W^T + b."""
         if self._has_kernel(weight):
             return self._quantized(weight, bias, TokenNorm(norm_weight, eps))
-        matrix = self._matrix(weight)
+        matrix = weight.dequantized(self._dtype)
         fold_norm(matrix, norm_weight)
         return self._projection(Product(Weight(matrix), bias, eps))
 
-    def norm(self, weight: torch.Tensor, eps: float) -> Norm:
-        """Return the norm of rows by itself."""
-        return Norm(weight, eps, self._device)
+    def norm(self, weight: torch.Tensor, eps: float) -> Projection:
+        device = self._device
+        return lambda x: rms_norm(x, weight, eps, device)
 
     def joined_norms_linear(
         self,
@@ -108,34 +103,36 @@ class CudaKernels:
         eps: float,
         weight: Weight,
         bias: torch.Tensor | None = None,
-    ) -> JoinedNormsLinear:
-        """Return (token_ids, states) -> (norm(embedding[token_ids]) beside norm(states)) W^T + b."""
-        matrix = self._matrix(weight)
+    ) -> JoinedProjection:
+        matrix = weight.dequantized(self._dtype)
         for columns, norm_weight in zip(matrix.chunk(2, 1), norm_weights, strict=True):
             fold_norm(columns, norm_weight)
-        return JoinedNormsLinear(embedding, eps, self._projection(Product(Weight(matrix), bias)), self._device)
+        projection, device = self._projection(Product(Weight(matrix), bias)), self._device
+
+        def joined(token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+            dtype = projection.input_type(len(states), is_normed=True)
+            return projection(join_norms(embedding, token_ids, states, eps, device, dtype))
+
+        return joined
 
     def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Projection:
-        """Return x -> x W^T + b."""
         if self._has_kernel(weight):
             return self._quantized(weight, bias, None)
-        return self._projection(Product(Weight(self._matrix(weight)), bias))
+        return self._projection(Product(Weight(weight.dequantized(self._dtype)), bias))
 
     def norm_gated_linear(
         self, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None = None
     ) -> Projection:
-        """Return x -> silu(gate) * up of norm(x) W^T + b."""
         if self._has_kernel(weight):
             return self._quantized(weight, bias, TokenNorm(norm_weight, eps), is_gated=True)
-        matrix = self._matrix(weight)
+        matrix = weight.dequantized(self._dtype)
         fold_norm(matrix, norm_weight)
         return self._projection(Product(Weight(matrix), bias, eps, is_gated=True))
 
     def add_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> AddedProjection:
-        """Return (x, residual) -> residual + x W^T + b."""
         if self._has_kernel(weight):
             return self._quantized(weight, bias, None).add
-        return self._projection(Product(Weight(self._matrix(weight)), bias)).add
+        return self._projection(Product(Weight(weight.dequantized(self._dtype)), bias)).add
 
     def experts(
         self,
@@ -146,7 +143,6 @@ class CudaKernels:
         down: Weight,
         routing: Routing,
     ) -> Experts:
-        """Return the sparse MLP of a layer."""
         router = router.to(self._dtype)
         return CudaExperts(norm_weight, eps, router, gate_up, down, routing, self._device, self._workspace)
 
@@ -158,17 +154,17 @@ class CudaKernels:
         *,
         is_shared: bool = False,
     ) -> LMHead:
-        """Return x -> norm(x) W^T, or x W^T, in float32."""
-        matrix = self._matrix(weight)
-        if norm_weight is None:
-            return self._projection(Product(Weight(matrix)), is_float32=True)
-        if is_shared:
-            return SeparateNorm(self.norm(norm_weight, eps), self._projection(Product(Weight(matrix)), is_float32=True))
+        matrix = weight.dequantized(self._dtype)
+        if norm_weight is None or is_shared:
+            head = self._projection(Product(Weight(matrix)), is_float32=True)
+            if norm_weight is None:
+                return head
+            norm = self.norm(norm_weight, eps)  # its weight cannot be folded into one that others use as well
+            return lambda x, out=None: head(norm(x), out)
         fold_norm(matrix, norm_weight)
         return self._projection(Product(Weight(matrix), norm_eps=eps), is_float32=True)
 
     def attention(self, heads: Heads) -> LayerAttention:
-        """Return the attention of a layer with these heads."""
         if not self._attention:
             attention = CudaAttention(
                 heads,
@@ -188,12 +184,8 @@ class CudaKernels:
         return rotation_table(positions, inverse_frequencies, self._device, scale)
 
     def plan_attention(self, batch: AttentionBatch, ring_entry: int) -> None:
-        """Plan the prefill rows."""
         assert self._attention, "no layer has been made"
         self._attention[0].plan(batch, ring_entry)
-
-    def _matrix(self, weight: Weight) -> torch.Tensor:
-        return weight.dequantized(self._dtype)
 
     def _has_kernel(self, weight: Weight) -> bool:
         """Whether a quantized weight is multiplied as it is; others are dequantized."""
@@ -234,58 +226,16 @@ class LayerAttention:
     def __call__(
         self,
         qkv: torch.Tensor,
-        by: Rotation,
+        rope: Rotation,
         kv_cache: torch.Tensor,
         batch: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
         dtype = input_type_in_8_bits(len(qkv)) if self._is_before_8_bits else None
-        return self._attention.run(qkv, self._heads, by, kv_cache, batch, out, dtype)
+        return self._attention.run(qkv, self._heads, rope, kv_cache, batch, out, dtype)
 
-    def append(self, qkv: torch.Tensor, by: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Only write the cache."""
-        self._attention.append(qkv, self._heads, by, kv_cache, slot_mapping)
-
-
-class Norm:
-    """A norm by itself."""
-
-    def __init__(self, weight: torch.Tensor, eps: float, device: Device) -> None:
-        self._weight = weight
-        self._eps = eps
-        self._device = device
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [T, K]. Shapes: x [T, K] contiguous."""
-        return rms_norm(x, self._weight, self._eps, self._device)
-
-
-class JoinedNormsLinear:
-    """Tokens and states side by side, each normalized, then a product into whose weight both norms' are folded."""
-
-    def __init__(self, embedding: torch.Tensor, eps: float, projection: CudaProjection, device: Device) -> None:
-        self._embedding = embedding
-        self._eps = eps
-        self._projection = projection
-        self._device = device
-
-    def __call__(self, token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Return [T, N]. Shapes: token_ids [T]; states [T, H] contiguous."""
-        dtype = self._projection.input_type(len(states), is_normed=True)
-        return self._projection(join_norms(self._embedding, token_ids, states, self._eps, self._device, dtype))
-
-
-class SeparateNorm:
-    """A norm before an LM head whose weight others use as well, so the norm's weight cannot be folded into it."""
-
-    def __init__(self, norm: Norm, head: LMHead) -> None:
-        self._norm = norm
-        self._head = head
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits, [N, V]. Shapes: x [N, H] contiguous."""
-        return self._head(self._norm(x), out)
+    def append(self, qkv: torch.Tensor, rope: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        self._attention.append(qkv, self._heads, rope, kv_cache, slot_mapping)
 
 
 class CudaProjection:
@@ -384,6 +334,22 @@ class CudaProjection:
         product = self._product
         assert not self._is_float32, "an LM head is never compiled"
         if product.norm_eps is not None:
-            x = plain_torch.rms_norm(x, None, product.norm_eps)
+            x = plain_rms_norm(x, None, product.norm_eps)
         y = F.linear(x, product.weight.data, product.bias)
-        return plain_torch.silu_and_mul(y) if product.is_gated else y
+        return plain_silu_and_mul(y) if product.is_gated else y
+
+
+def plain_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Return x [..., n] scaled to a root mean square of one, times weight [..., n] if there is one, in float32.
+
+    For torch.compile, and to compare kernels with.
+    """
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return (y if weight is None else y * weight.float()).to(x.dtype)
+
+
+def plain_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up [T, I] of gate_up [T, 2 * I]; computed in float32."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)

@@ -25,11 +25,10 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.attention import Heads
+from raypp.ops.attention import Heads, Rotation
 from raypp.ops.cuda.between_products import as_stored, narrowed
 from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
 from raypp.ops.kv_cache import FP8
-from raypp.ops.rotary import Rotation
 
 _MAX_SPLITS = 16
 _PROGRAMS_AT_ONCE = 6  # of a processor, with one query token per row
@@ -161,7 +160,7 @@ class TritonDecode:
         self,
         qkv: torch.Tensor,
         heads: Heads,
-        by: Rotation,
+        rope: Rotation,
         slot_mapping: torch.Tensor,
         kv_cache: torch.Tensor,
         seq_lens: torch.Tensor,
@@ -174,10 +173,10 @@ class TritonDecode:
 
         Every program makes the queries anew, which pays while rows are few.
 
-        Shapes: qkv [R * query_len, (Hq + 2 Hk) * D]; by: of `rotation_table`; slot_mapping [R * query_len] int64; the
+        Shapes: qkv [R * query_len, (Hq + 2 Hk) * D]; rope: of `rotation_table`; slot_mapping [R * query_len] int64; the
         others as above.
         """
-        self._launch(qkv, heads, (by, slot_mapping), kv_cache, seq_lens, block_tables, query_len, out, tuning)
+        self._launch(qkv, heads, (rope, slot_mapping), kv_cache, seq_lens, block_tables, query_len, out, tuning)
 
     def _launch(
         self,

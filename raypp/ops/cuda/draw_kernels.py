@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 
 from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
-from raypp.ops.cuda.noise import gumbel, key_of
 from raypp.ops.cuda.thresholds import (
     amount_of_row,
     least_of_row,
@@ -41,6 +40,39 @@ from raypp.ops.cuda.thresholds import (
 from raypp.ops.sample import truncation as twin
 from raypp.ops.sample.draw_sizes import MAX_NUM_BLOCKS, ROOM
 from raypp.ops.sample.tables import AdjustedLogits, DrawTables
+
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+_MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+_MIX_2 = tl.constexpr(0x94D049BB133111EB)
+_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
+
+
+@triton.jit
+def _mix(bits):
+    bits = (bits ^ (bits >> 30)) * _MIX_1
+    bits = (bits ^ (bits >> 27)) * _MIX_2
+    return bits ^ (bits >> 31)
+
+
+@triton.jit
+def key_of(seeds, positions, row, of):
+    """Return the stream of a row's noise."""
+    seed = tl.load(seeds + of).to(tl.uint64, bitcast=True)
+    position = tl.load(positions + row).to(tl.uint64, bitcast=True)
+    return _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN)
+
+
+@triton.jit
+def gumbel(key, token):
+    """Return the noise of tokens, float32."""
+    bits = _mix(key + (token + 1).to(tl.uint64) * _GOLDEN) & 0xFFFFFFFF
+    uniform = (bits.to(tl.uint32).to(tl.float32) + 0.5) * 2.0**-32
+    uniform = tl.minimum(uniform, _BELOW_ONE)
+    # log(1 - u), exact where u is small: the rounding of 1 - u is divided out again (W. Kahan's trick).
+    rest = 1.0 - uniform
+    log_rest = tl.where(rest == 1.0, -uniform, tl.log(rest) * (uniform / (1.0 - rest)))
+    return -tl.log(-log_rest)
+
 
 _TILE = 2048
 _MIN_PART = 4096

@@ -3,17 +3,25 @@
     few     route, gate_up_few, down_few
     more    route, arrange, gate_up_tiles, down_tiles, sum_of_experts
 
-The launches depend on the number of tokens alone, so a CUDA graph can hold them.
+The launches depend on the number of tokens alone, so a CUDA graph can hold them. `raypp/assets/expert_cuts.json` has
+the cuts that benchmarks/micro/tune_experts.py found for some models; other shapes get cuts that are good for those.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
-from dataclasses import replace
+import math
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
+import triton
 
+from raypp.ops.backend import Routing
 from raypp.ops.cuda.expert_products import (
     down_few,
     down_tiles,
@@ -22,11 +30,122 @@ from raypp.ops.cuda.expert_products import (
     has_kernel,
     sum_of_experts,
 )
-from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape, choose_cut
 from raypp.ops.cuda.kernel_launch import Device, Workspace
+from raypp.ops.cuda.projection import Tuning
 from raypp.ops.cuda.router_kernels import arrange, route
-from raypp.ops.routing import Routing
-from raypp.ops.weight import Weight
+from raypp.ops.weight import Weight, WeightKind
+
+TABLE = Path(__file__).parents[2] / "assets" / "expert_cuts.json"
+
+MOST_FEW_PAIRS = 16
+"""Up to so many pairs of a token and an expert are multiplied element by element."""
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """What the cuts depend on, besides the tokens."""
+
+    hidden: int  # H
+    intermediate: int  # I
+    num_experts: int  # E
+    num_chosen: int  # k
+    kinds: tuple[WeightKind, WeightKind] = ("plain", "plain")  # of gate_up and of down
+
+
+@dataclass(frozen=True)
+class ExpertCut:
+    """How the work is cut.
+
+    Args:
+        tile_rows: The most pairs of a tile; 0: a program has one pair or token, and multiplies element by element.
+        gate_up: Of the first product: pairs of a gate and an up.
+        down: Of the second.
+    """
+
+    tile_rows: int
+    gate_up: Tuning
+    down: Tuning
+
+
+def choose_cut(num_tokens: int, shape: ExpertShape, device: Device) -> ExpertCut:
+    """Return how the experts of so many tokens are computed: by the table if it has the shape."""
+    return _tabulated(num_tokens, shape, device) or default_cut(num_tokens, shape)
+
+
+def default_cut(num_tokens: int, shape: ExpertShape, tile_rows: int | None = None) -> ExpertCut:
+    """Return a cut for shapes that are not in the table, with tiles of `tile_rows` if that is given."""
+    num_pairs = num_tokens * shape.num_chosen
+    gate_up, down = shape.kinds
+    if tile_rows is None:
+        rows = triton.next_power_of_2(triton.cdiv(num_pairs, shape.num_experts))
+        most = 128 if shape.kinds == ("plain", "plain") else 64
+        tile_rows = 0 if num_pairs <= MOST_FEW_PAIRS else min(max(16, 2 * rows), most)
+    if not tile_rows:
+        return ExpertCut(0, _few_gate_up(gate_up), _few_down(shape))
+    return ExpertCut(tile_rows, _tiles(tile_rows, gate_up, True), _tiles(tile_rows, down, False))
+
+
+def shape_entry(shape: ExpertShape) -> str:
+    """Return the table's name of a shape."""
+    gate_up, down = shape.kinds
+    sizes = f"hidden {shape.hidden}, intermediate {shape.intermediate}"
+    return f"{sizes}, experts {shape.num_experts}, chosen {shape.num_chosen}, {gate_up} and {down}"
+
+
+def cut_entry(cut: ExpertCut) -> list[Any]:
+    """Return a cut as the table has it."""
+    products = [
+        [tuning.outputs, tuning.inputs, tuning.num_warps, tuning.num_stages] for tuning in (cut.gate_up, cut.down)
+    ]
+    return [cut.tile_rows, *products]
+
+
+def _tabulated(num_tokens: int, shape: ExpertShape, device: Device) -> ExpertCut | None:
+    """Return the cut of the nearest number of tokens in the table. All GPUs of 227 KiB share what one has not."""
+    tables = _table()
+    if device.name not in tables and device.shared_bytes < Device.shared_bytes:
+        return None
+    for name in sorted(tables, key=lambda name: name != device.name):
+        cuts = {int(tokens): entry for tokens, entry in tables[name].get(shape_entry(shape), {}).items()}
+        if cuts:
+            tile_rows, *products = cuts[min(cuts, key=lambda tokens: (abs(math.log2(tokens / num_tokens)), -tokens))]
+            tunings = (Tuning(outputs, inputs, 1, warps, stages) for outputs, inputs, warps, stages in products)
+            return ExpertCut(tile_rows, *tunings)
+    return None
+
+
+@cache
+def _table() -> dict[str, Any]:
+    """Return cuts by GPU, shape and number of tokens."""
+    tables: dict[str, Any] = json.loads(TABLE.read_text())
+    return tables
+
+
+def _few_gate_up(kind: WeightKind) -> Tuning:
+    """Return how the first product of few pairs is cut."""
+    if kind == "plain":
+        return Tuning(4, 1024, num_stages=2)
+    return Tuning(16, 128, num_warps=4 if kind == "fp8" else 2, num_stages=4)
+
+
+def _few_down(shape: ExpertShape) -> Tuning:
+    """Return how the second product of few pairs is cut; a program has all of a token's experts."""
+    rows = max(1, 32 // triton.next_power_of_2(shape.num_chosen))
+    if shape.kinds[1] == "plain":
+        return Tuning(min(8, rows), 256, num_stages=3)
+    return Tuning(min(16, rows), 128, num_stages=4)
+
+
+def _tiles(tile_rows: int, kind: WeightKind, is_gated: bool) -> Tuning:
+    """Return how a product of tiles is cut."""
+    if kind == "fp8":
+        return Tuning(128, 128, num_warps=8 if tile_rows == 64 else 4, num_stages=3 if is_gated else 4)
+    if kind == "int4":
+        return Tuning(64, 128, num_warps=8 if tile_rows == 64 else 4, num_stages=4)
+    if tile_rows == 128:
+        return Tuning(128, 64, num_warps=8, num_stages=4)
+    return Tuning(64, 64, num_stages=4) if is_gated or tile_rows > 16 else Tuning(64, 128, num_stages=4)
+
 
 _LOG = logging.getLogger(__name__)
 
@@ -100,8 +219,7 @@ def _readable(weight: Weight, dtype: torch.dtype, device: Device) -> Weight:
         if weight.kind != "plain":
             _log_widened(weight.kind, weight.block, weight.order is not None)
         weight = Weight(weight.dequantized(dtype))
-    scale, zero = (None if part is None else part.contiguous() for part in (weight.scale, weight.zero))
-    return replace(weight, data=weight.data.contiguous(), scale=scale, zero=zero)
+    return weight.mapped(torch.Tensor.contiguous)
 
 
 @functools.cache

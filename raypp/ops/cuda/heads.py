@@ -11,11 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.attention import Heads
+from raypp.ops.attention import Heads, Rotation, rotary_angles
 from raypp.ops.cuda.between_products import narrowed
 from raypp.ops.cuda.kernel_launch import Device, start
 from raypp.ops.kv_cache import FP8
-from raypp.ops.rotary import Rotation, rotary_angles
 
 _HEADS_PER_PROGRAM = 4
 _VISION_HEADS_PER_PROGRAM = 8
@@ -34,13 +33,13 @@ def rotation_table(
         return Rotation(angles.cos() * scale, angles.sin() * scale)
     num_tokens, half = positions.shape[0], inverse_frequencies.shape[0]
     table = torch.empty(2, num_tokens, half, dtype=torch.float32, device=positions.device)
-    by = Rotation(table[0], table[1])
+    rope = Rotation(table[0], table[1])
     if num_tokens:
         _rotation_table[(num_tokens,)](
             positions,
             inverse_frequencies,
-            by.cos,
-            by.sin,
+            rope.cos,
+            rope.sin,
             scale,
             half,
             BLOCK=triton.next_power_of_2(half),
@@ -48,20 +47,20 @@ def rotation_table(
             num_warps=1,
             **device.launch_options,
         )
-    return by
+    return rope
 
 
 def append_heads(
     qkv: torch.Tensor,
     heads: Heads,
-    by: Rotation,
+    rope: Rotation,
     slot_mapping: torch.Tensor,
     kv_cache: torch.Tensor,
     device: Device,
 ) -> torch.Tensor:
     """Return the queries, [T, Hq, D], and write keys and values to their slots.
 
-    Shapes: qkv [T, (Hq + 2 Hk) * D] contiguous: queries, keys, values; by: see `rotation_table`; slot_mapping [T]
+    Shapes: qkv [T, (Hq + 2 Hk) * D] contiguous: queries, keys, values; rope: see `rotation_table`; slot_mapping [T]
     int64; kv_cache [2, num_blocks, Hk, block_size, D], of qkv's type or FP8. Tokens of the same slot (in the null
     block): any may win.
     """
@@ -76,8 +75,8 @@ def append_heads(
         qkv if norm is None else norm.q_weight,
         qkv if norm is None else norm.k_weight,
         0.0 if norm is None else norm.eps,
-        by.cos,
-        by.sin,
+        rope.cos,
+        rope.sin,
         slot_mapping,
         q,
         kv_cache,

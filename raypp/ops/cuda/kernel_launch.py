@@ -63,7 +63,7 @@ class Device:
 
 
 class Workspace:
-    """Scratch memory that kernels share: partial results of split work, and counters of who has finished.
+    """Scratch memory that kernels share: partial results of split work, and counters of programs that have finished.
 
     One compute stream uses it, kernel after kernel, so all can have the same bytes. It is allocated at first use, as
     large as the most that was reserved until then. Addresses never change after that: graphs hold them.

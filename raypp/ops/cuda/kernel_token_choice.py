@@ -3,17 +3,161 @@
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
 from raypp.ops.cuda.adjust_kernel import LogitAdjuster, remember
 from raypp.ops.cuda.draw_kernels import TokenChooser
-from raypp.ops.cuda.kernel_launch import Device, Workspace
-from raypp.ops.cuda.logprobs_kernel import Reporter
+from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
+from raypp.ops.cuda.thresholds import load_logits
 from raypp.ops.cuda.verify_kernels import hold
 from raypp.ops.row_tokens import NewTokens
-from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS
+from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS, MAX_REPORTED
 from raypp.ops.sample.logprobs import TopLogprobs
 from raypp.ops.sample.tables import AdjustedLogits, Asked
 from raypp.ops.sample.token_history import TokenHistory
+
+_PART = 8192
+_WIDTH = triton.next_power_of_2(MAX_REPORTED)
+_NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+
+
+class Reporter:
+    """Reports log-probabilities, in buffers of its own.
+
+    Args:
+        max_positions: The most positions of a call.
+        vocab_size: V.
+        device: Where it runs.
+    """
+
+    def __init__(self, max_positions: int, vocab_size: int, device: Device) -> None:
+        self._device = device
+        self._num_parts = triton.cdiv(vocab_size, _PART)
+        at = device.torch_device
+        shape = (max_positions, self._num_parts, _WIDTH)
+        self._part_values = torch.empty(shape, device=at)
+        self._part_tokens = torch.empty(shape, dtype=torch.int32, device=at)
+        self._part_sums = torch.empty(max_positions, self._num_parts, 2, device=at)
+        self._part_ranks = torch.empty(max_positions, self._num_parts, dtype=torch.int32, device=at)
+        self._counters = torch.zeros(max_positions, dtype=torch.int32, device=at)
+        self._top = TopLogprobs(
+            token_ids=torch.zeros(max_positions, 1 + MAX_REPORTED, dtype=torch.int32, device=at),
+            logprobs=torch.zeros(max_positions, 1 + MAX_REPORTED, device=at),
+            ranks=torch.ones(max_positions, dtype=torch.int32, device=at),
+        )
+
+    def report(
+        self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor
+    ) -> TopLogprobs:
+        """Return the log-probabilities of positions whose rows ask, until the next call; others are of any value.
+
+        Shapes: logits [N, V] contiguous; rows, chosen [N] int64; num_reported by row, int32, see `TokenChoice.report`.
+        """
+        num_positions, vocab_size = logits.shape
+        top = TopLogprobs(*(column[:num_positions] for column in self._top))
+        if num_positions:
+            _report[(num_positions, self._num_parts)](
+                logits,
+                rows,
+                chosen,
+                num_reported,
+                self._part_values,
+                self._part_tokens,
+                self._part_sums,
+                self._part_ranks,
+                self._counters,
+                *top,
+                vocab_size,
+                PART=_PART,
+                WIDTH=_WIDTH,
+                COLUMNS=1 + MAX_REPORTED,
+                NUM_PARTS=triton.next_power_of_2(self._num_parts),
+                OVERLAPS=self._device.has_dependent_launch,
+                num_warps=8,
+                **self._device.launch_options,
+            )
+        return top
+
+
+@triton.jit
+def _take_best(values, tokens):
+    """Return the best of a vector of tokens, the lowest of equals, and the vector without it."""
+    value = tl.max(values, 0)
+    token = tl.min(tl.where(values == value, tokens, _NO_TOKEN), 0)
+    is_it = tokens == token
+    return value, token, tl.where(is_it, -float("inf"), values), tl.where(is_it, _NO_TOKEN, tokens)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "chosen"])  # an element per program
+def _report(
+    logits,
+    rows,
+    chosen,
+    num_reported,
+    part_values,
+    part_tokens,
+    part_sums,
+    part_ranks,
+    counters,
+    token_ids,
+    logprobs,
+    ranks,
+    vocab_size,
+    PART: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    at, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    start(OVERLAPS)
+    wanted = tl.load(num_reported + tl.load(rows + at))
+    if wanted > 0:
+        of_row = logits + at.to(tl.int64) * vocab_size
+        tokens = part * PART + tl.arange(0, PART)
+        values = load_logits(of_row, tokens, vocab_size)
+        tokens = tl.where(tokens < vocab_size, tokens, _NO_TOKEN)
+        chosen_token = tl.load(chosen + at)
+        chosen_logit = tl.load(of_row + chosen_token).to(tl.float32)
+        highest = tl.max(values, 0)
+        powers = tl.where(values == -float("inf"), 0.0, tl.exp(values - highest))
+        mine = at.to(tl.int64) * num_parts + part
+        tl.store(part_sums + 2 * mine, highest)
+        tl.store(part_sums + 2 * mine + 1, tl.sum(powers, 0))
+        tl.store(part_ranks + mine, tl.sum((values > chosen_logit).to(tl.int32), 0))
+        place = tl.arange(0, WIDTH)
+        best_values = tl.full((WIDTH,), -float("inf"), tl.float32)
+        best_tokens = tl.full((WIDTH,), _NO_TOKEN, tl.int32)
+        for index in range(wanted - 1):
+            value, token, values, tokens = _take_best(values, tokens)
+            best_values = tl.where(place == index, value, best_values)
+            best_tokens = tl.where(place == index, token, best_tokens)
+        tl.store(part_values + mine * WIDTH + place, best_values)
+        tl.store(part_tokens + mine * WIDTH + place, best_tokens)
+        if arrives_last(counters + at, num_parts):
+            number = tl.arange(0, NUM_PARTS)
+            is_part = number < num_parts
+            of_parts = at.to(tl.int64) * num_parts + number
+            highests = tl.load(part_sums + 2 * of_parts, mask=is_part, other=-float("inf"), cache_modifier=".cg")
+            sums = tl.load(part_sums + 2 * of_parts + 1, mask=is_part, other=0.0, cache_modifier=".cg")
+            most = tl.max(highests, 0)
+            total = tl.sum(tl.where(sums == 0.0, 0.0, sums * tl.exp(highests - most)), 0)
+            normalizer = most + tl.log(total)
+            likelier = tl.load(part_ranks + of_parts, mask=is_part, other=0, cache_modifier=".cg")
+            tl.store(ranks + at, 1 + tl.sum(likelier, 0))
+            into = at.to(tl.int64) * COLUMNS
+            tl.store(token_ids + into, chosen_token.to(tl.int32))
+            tl.store(logprobs + into, chosen_logit - normalizer)
+            entry = tl.arange(0, NUM_PARTS * WIDTH)
+            first = at.to(tl.int64) * num_parts * WIDTH
+            inside = entry < num_parts * WIDTH
+            of_all = tl.load(part_values + first + entry, mask=inside, other=-float("inf"), cache_modifier=".cg")
+            all_tokens = tl.load(part_tokens + first + entry, mask=inside, other=_NO_TOKEN, cache_modifier=".cg")
+            for index in range(wanted - 1):
+                best, token, of_all, all_tokens = _take_best(of_all, all_tokens)
+                tl.store(token_ids + into + 1 + index, tl.minimum(token, vocab_size - 1))
+                tl.store(logprobs + into + 1 + index, best - normalizer)
 
 
 class KernelTokenChoice(TokenChooser):
@@ -48,7 +192,7 @@ class KernelTokenChoice(TokenChooser):
     def report(
         self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor
     ) -> TopLogprobs:
-        """Return the log-probabilities of positions whose rows ask; see `raypp.ops.cuda.logprobs_kernel`."""
+        """Return the log-probabilities of positions whose rows ask; see `Reporter`."""
         if self._reporter is None:
             self._reporter = Reporter(self._max_positions, logits.shape[1], self._device)
         return self._reporter.report(logits, rows, chosen, num_reported)

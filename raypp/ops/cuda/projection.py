@@ -27,12 +27,8 @@ import triton
 import triton.language as tl
 
 from raypp.ops.cuda.between_products import as_stored, silu
-from raypp.ops.cuda.few_rows_kernel import project_few
-from raypp.ops.cuda.kernel_launch import Device, Workspace, fence_shared, start
-from raypp.ops.cuda.product_loads import load, load_scale, load_vector
-from raypp.ops.cuda.split_sums import sums_of_splits
-from raypp.ops.quantize import quantize_rows
-from raypp.ops.weight import Weight
+from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, fence_shared, start
+from raypp.ops.weight import Weight, quantize_rows
 
 FEW_ROWS = 2
 """Up to so many rows are multiplied element by element, and may be normalized in the same launch."""
@@ -65,7 +61,7 @@ class Product:
 
 
 def rounded_to_8_bits(product: Product) -> Product:
-    """Return this product with a plain weight rounded to 8 bits; see `raypp.ops.quantize`."""
+    """Return this product with a plain weight rounded to 8 bits; see `raypp.ops.weight`."""
     data, scale = quantize_rows(product.weight.data)
     return replace(product, weight=Weight(data, scale[:, None], block=(1, product.num_inputs)))
 
@@ -284,10 +280,10 @@ def _project_rows(
     in_y = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
     before = tl.zeros((ROWS, OUTPUTS), tl.float32)
     EARLY: tl.constexpr = (32 if HAS_BLOCKS else 64) >= ROWS
-    if HAS_RESIDUAL and EARLY:  # now, not at the end: nobody waits for it there, if registers hold it
+    if HAS_RESIDUAL and EARLY:  # now, not at the end, so that its latency is hidden, if registers hold it
         before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
     if HAS_BLOCKS:
-        # Scales are asked for one piece ahead: unlike the pieces, nobody else would.
+        # Scales are loaded one piece ahead here: the compiler does that for the pieces alone.
         num_blocks = tl.cdiv(num_inputs, BLOCK_COLUMNS)
         x_scales, scales = x_scale + real_row, weight_scale + real // BLOCK_ROWS * num_blocks
         up_scales = weight_scale + (num_outputs + real) // BLOCK_ROWS * num_blocks
@@ -344,3 +340,201 @@ def _project_rows(
         if HAS_GATE:
             result = silu(result) * (totals[1] * (x_factor[:, None] * up_factor[None, :]) + up_addend[None, :])
         tl.store(y + y_cell, as_stored(result + before, y, CLAMPS), mask=in_y)
+
+
+@triton.jit
+def _values(x, column, inside, num_inputs, IS_EVEN: tl.constexpr, ROWS: tl.constexpr):
+    """Return a piece of each row of x, float32."""
+    values = ()
+    for row in tl.static_range(ROWS):
+        values += (load(x + row * num_inputs + column, inside, IS_EVEN).to(tl.float32),)
+    return values
+
+
+@triton.jit
+def _times(values, factor, ROWS: tl.constexpr):
+    """Return each row's values times a factor."""
+    products = ()
+    for row in tl.static_range(ROWS):
+        products += (values[row] * factor,)
+    return products
+
+
+@triton.jit
+def _squared(squares, values, ROWS: tl.constexpr):
+    """Return sums of squares with those of one more piece."""
+    sums = ()
+    for row in tl.static_range(ROWS):
+        sums += (squares[row] + values[row] * values[row],)
+    return sums
+
+
+@triton.jit
+def _multiplied(totals, piece, values, ROWS: tl.constexpr, TOGETHER: tl.constexpr):
+    """Return each row's products with those of one more piece of the weight.
+
+    TOGETHER neighbouring inputs, which one thread holds, share a sum: with several rows there are no registers for
+    more.
+    """
+    sums, weight = (), piece.to(tl.float32)
+    shape: tl.constexpr = (piece.shape[0], piece.shape[1] // TOGETHER, TOGETHER)
+    for row in tl.static_range(ROWS):
+        sums += (totals[row] + tl.sum(tl.reshape(weight * values[row][None, :], shape), 2),)
+    return sums
+
+
+@triton.jit
+def _normed(
+    values, norm_weight, column, inside, HAS_NORM_WEIGHT: tl.constexpr, IS_EVEN: tl.constexpr, ROWS: tl.constexpr
+):
+    """Return each row's values times the norm's weight, if that is not folded into the product's."""
+    if HAS_NORM_WEIGHT:
+        values = _times(values, load(norm_weight + column, inside, IS_EVEN).to(tl.float32), ROWS)
+    return values
+
+
+@triton.jit
+def project_few(
+    x,
+    eps,
+    norm_weight,
+    weight,
+    weight_scale,
+    bias,
+    residual,
+    y,
+    num_outputs,
+    num_inputs,
+    HAS_NORM: tl.constexpr,
+    HAS_NORM_WEIGHT: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    CLAMPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    column = tl.arange(0, INPUTS)
+    # Past the end, the last output is computed again, and not stored.
+    real = tl.minimum(output, num_outputs - 1)
+    cell = real.to(tl.int64)[:, None] * num_inputs + column[None, :]
+    up_offset = num_outputs.to(tl.int64) * num_inputs
+    totals, squares, before = (), (), ()
+    for _ in tl.static_range(ROWS):
+        totals += (tl.zeros((OUTPUTS, INPUTS // TOGETHER), tl.float32),)
+        squares += (tl.zeros((INPUTS,), tl.float32),)
+    up_totals = totals
+    inside = column < num_inputs
+    first_piece = load(weight + cell, inside[None, :], IS_EVEN)
+    first_up_piece = first_piece
+    addend = load_vector(bias, output, num_outputs, HAS_BIAS)
+    up_addend = addend
+    factor = load_scale(weight_scale, output, num_outputs, HAS_SCALE)
+    up_factor = factor
+    if HAS_GATE:
+        first_up_piece = load(weight + up_offset + cell, inside[None, :], IS_EVEN)
+        up_addend = load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
+        up_factor = load_scale(weight_scale, num_outputs + output, 2 * num_outputs, HAS_SCALE)
+    start(OVERLAPS)
+    first_values = _values(x, column, inside, num_inputs, False, ROWS)
+    for row in tl.static_range(ROWS):  # now, not at the end, so that its latency is hidden
+        before += (load_vector(residual + row * num_outputs, output, num_outputs, HAS_RESIDUAL),)
+    if not IS_WHOLE:
+        for begin in tl.range(INPUTS, num_inputs, INPUTS, num_stages=STAGES):
+            inside = begin + column < num_inputs
+            values = _values(x + begin, column, inside, num_inputs, IS_EVEN, ROWS)
+            piece = load(weight + begin + cell, inside[None, :], IS_EVEN)
+            if HAS_NORM:
+                squares = _squared(squares, values, ROWS)
+            values = _normed(values, norm_weight, begin + column, inside, HAS_NORM_WEIGHT, IS_EVEN, ROWS)
+            totals = _multiplied(totals, piece, values, ROWS, TOGETHER)
+            if HAS_GATE:
+                up_piece = load(weight + up_offset + begin + cell, inside[None, :], IS_EVEN)
+                up_totals = _multiplied(up_totals, up_piece, values, ROWS, TOGETHER)
+    if HAS_NORM:
+        squares = _squared(squares, first_values, ROWS)
+    first_values = _normed(first_values, norm_weight, column, column < num_inputs, HAS_NORM_WEIGHT, False, ROWS)
+    totals = _multiplied(totals, first_piece, first_values, ROWS, TOGETHER)
+    if HAS_GATE:
+        up_totals = _multiplied(up_totals, first_up_piece, first_values, ROWS, TOGETHER)
+    for row in tl.static_range(ROWS):
+        scale = 1.0
+        if HAS_NORM:
+            scale = tl.rsqrt(tl.sum(squares[row], 0) / num_inputs + eps)
+        result = tl.sum(totals[row], 1) * scale * factor + addend
+        if HAS_GATE:
+            result = silu(result) * (tl.sum(up_totals[row], 1) * scale * up_factor + up_addend)
+        tl.store(y + row * num_outputs + output, as_stored(result + before[row], y, CLAMPS), mask=output < num_outputs)
+
+
+@triton.jit
+def sums_of_splits(totals, partial, counters, SPLITS: tl.constexpr):
+    """Return sums of all splits' totals, in their order, and whether this program, the last one to come, has them.
+
+    Shapes: totals a tuple of [n, m], each of its own shape, of program (strip, split, tile of rows).
+    """
+    is_last = True
+    if SPLITS > 1:
+        COUNT: tl.constexpr = len(totals)
+        size = 0
+        for i in tl.static_range(COUNT):
+            size += totals[i].shape[0] * totals[i].shape[1]
+        place, split = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), tl.program_id(1)
+        parts = partial + place.to(tl.int64) * (SPLITS * size)
+        for i in tl.static_range(COUNT):
+            cell, step = _cells(totals[i])
+            tl.store(parts + split * step + cell, totals[i])
+            parts += SPLITS * step
+        is_last = arrives_last(counters + place, SPLITS)
+        parts = partial + place.to(tl.int64) * (SPLITS * size)
+        sums = ()
+        for i in tl.static_range(COUNT):
+            cell, step = _cells(totals[i])
+            total = tl.zeros_like(totals[i])
+            if is_last:
+                for index in tl.static_range(SPLITS):  # written out, so that the parts come at once
+                    total += tl.load(parts + index * step + cell, cache_modifier=".cg")
+            sums += (total,)
+            parts += SPLITS * step
+        totals = sums
+    return totals, is_last
+
+
+@triton.jit
+def _cells(total):
+    """Return where the elements of a total lie, and their number."""
+    height: tl.constexpr = total.shape[0]
+    width: tl.constexpr = total.shape[1]
+    return tl.arange(0, height)[:, None] * width + tl.arange(0, width)[None, :], height * width
+
+
+@triton.jit
+def load(pointer, inside, IS_EVEN: tl.constexpr):
+    """Return what lies inside, 0 elsewhere. Without a mask where all pieces are whole."""
+    if IS_EVEN:
+        return tl.load(pointer)
+    return tl.load(pointer, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_vector(vector, index, size, IS_THERE: tl.constexpr):
+    """Return elements of a vector, float32; zeros where there is none."""
+    if IS_THERE:
+        return tl.load(vector + index, mask=index < size, other=0.0).to(tl.float32)
+    return tl.zeros(index.shape, tl.float32)
+
+
+@triton.jit
+def load_scale(scale, index, size, IS_THERE: tl.constexpr):
+    """Return what outputs of a weight in 8 bits are multiplied by, float32; ones for other weights."""
+    if IS_THERE:
+        return tl.load(scale + index, mask=index < size, other=0.0)
+    return tl.full(index.shape, 1.0, tl.float32)

@@ -8,7 +8,10 @@ int4   up to 256     after the norm, tensor cores in 16 bits; codes are expanded
 
 from __future__ import annotations
 
+import functools
+import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -18,17 +21,97 @@ from raypp.ops.cuda.between_products import rms_norm, silu_and_mul
 from raypp.ops.cuda.int4_products import (
     Int4Product,
     Int4Tuning,
+    can_pack,
     dequantized_int4,
     int4_partial_floats,
+    pack,
     project_int4,
 )
 from raypp.ops.cuda.kernel_launch import Device, Workspace
-from raypp.ops.cuda.packed_int4 import can_pack, pack
 from raypp.ops.cuda.product_tuning import most_exact_rows_of_fp8, most_own_rows_of_fp8, tune_fp8, tune_int4
 from raypp.ops.cuda.projection import Product, Tuning, partial_floats, project
-from raypp.ops.cuda.scaled_library import library_product, prepared
-from raypp.ops.cuda.token_quantization import TokenNorm, quantize_tokens
+from raypp.ops.cuda.token_quantization import QuantizedTokens, TokenNorm, quantize_tokens
 from raypp.ops.weight import Weight, by_output
+
+LibraryProduct = Callable[[QuantizedTokens, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(x, weight [N, K], its prepared scale) -> x W^T, [T', N] in bfloat16."""
+
+BLOCK = 128
+
+_LOG = logging.getLogger(__name__)
+
+
+def scaled_by_output(x: QuantizedTokens, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return a product of one scale per token, and output, [1, N]."""
+    y = torch._scaled_mm(x.data, weight.t(), scale_a=x.scale.t(), scale_b=scale, out_dtype=torch.bfloat16)
+    assert isinstance(y, torch.Tensor)
+    return y
+
+
+def scaled_by_block(x: QuantizedTokens, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return a product of one scale per token and 128 inputs, and per 128 x 128 of the weight, [C', R]."""
+    from torch.nn.functional import ScalingType, scaled_mm  # since torch 2.10
+
+    return scaled_mm(
+        x.data,
+        weight.t(),
+        x.scale.t(),
+        ScalingType.BlockWise1x128,
+        scale,
+        ScalingType.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )
+
+
+def prepared_scale(product: LibraryProduct, scale: torch.Tensor) -> torch.Tensor:
+    """Return a weight's scale, [R, C], as a product reads it: rows of blocks are padded to a multiple of 4."""
+    if product is scaled_by_output:
+        return scale.t().contiguous()
+    return torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).t()
+
+
+def library_product(weight: Weight, device: torch.device) -> LibraryProduct | None:
+    """Return how the library (cuBLASLt, CUTLASS) multiplies a weight in 8 bits, for many rows; None: it does not.
+
+    Names of functions and layouts of scales differ between versions of torch, so each way is tried once, on a small
+    product whose result is known.
+    """
+    if device.type != "cuda" or weight.num_inputs % 16 or weight.num_outputs % 16:
+        return None
+    if weight.block[1] >= weight.num_inputs:
+        return _tried(scaled_by_output, 1, 512, device)
+    if weight.block != (BLOCK, BLOCK) or weight.num_inputs % BLOCK or weight.num_outputs % BLOCK:
+        return None
+    is_padded = weight.num_inputs // BLOCK % 4 > 0
+    return _tried(scaled_by_block, BLOCK, 768 if is_padded else 512, device)
+
+
+@functools.cache
+def _tried(product: LibraryProduct, block: int, num_inputs: int, device: torch.device) -> LibraryProduct | None:
+    """Return a product that yields what it should; None if it does not."""
+    num_rows, num_outputs = 98, 256
+    blocks = num_inputs // block if block > 1 else 1
+    x_scale = torch.rand(blocks, 100, device=device)
+    data = torch.ones(100, num_inputs, device=device).to(torch.float8_e4m3fn)
+    weight = torch.ones(num_outputs, num_inputs, device=device).to(torch.float8_e4m3fn)
+    scale = torch.rand(num_outputs // block, blocks, device=device)
+    expected = (x_scale.double().t() @ scale.double().t() * (num_inputs // blocks)).repeat_interleave(block, 1)
+    try:
+        y = product(QuantizedTokens(data, x_scale, num_rows), weight, prepared_scale(product, scale))
+        torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=1e-2)
+    except (
+        AssertionError,
+        AttributeError,
+        ImportError,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        _LOG.info("own kernels multiply many rows in 8 bits, not %s: %s", product.__name__, error)
+        return None
+    return product
+
 
 MAX_OWN_ROWS_OF_INT4 = 256
 """With more rows, the weight is expanded and the library computes."""
@@ -118,7 +201,7 @@ class Fp8Projection(QuantizedProjection):
         self._library_scale: torch.Tensor | None = None
         if self._library is not None:
             assert weight.scale is not None
-            self._library_scale = prepared(self._library, weight.scale)
+            self._library_scale = prepared_scale(self._library, weight.scale)
         self._tunings: dict[int, Tuning] = {}
         for num_rows in range(1, most_own_rows_of_fp8(self._product, self._device) + 1):
             self._tunings[num_rows] = tuning = tune_fp8(num_rows, self._product, self._device)

@@ -6,7 +6,7 @@
 
 A pair's number is token * k + rank. Nothing is counted by atomics: the order is that of the numbers, every time.
 
-Twins: `raypp.ops.routing.choose_experts`, and `arrange` of tests/gpu/reference_ops.py.
+Twins: `raypp.ops.backend.choose_experts`, and `arrange` of tests/gpu/reference_ops.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
+from raypp.ops.backend import Routing
 from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, fence_shared, start
 from raypp.ops.cuda.token_quantization import in_8_bits
-from raypp.ops.routing import Routing
 from raypp.ops.weight import WeightKind
 
 SCALED = 128
@@ -205,7 +205,7 @@ def placed(column, size, KIND: tl.constexpr):
 
 @triton.jit
 def _hashed(logits, expert):
-    """Return `raypp.ops.routing._hashed` of logits [T, E]: int64, not negative."""
+    """Return `raypp.ops.backend._hashed` of logits [T, E]: int64, not negative."""
     mixed = logits.to(tl.uint32, bitcast=True) + ((expert + 1).to(tl.uint32) * 0x9E3779B9)[None, :]
     mixed = (mixed ^ (mixed >> 16)) * 0x7FEB352D
     mixed = (mixed ^ (mixed >> 15)) * 0x846CA68B

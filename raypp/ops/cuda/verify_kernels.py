@@ -119,7 +119,7 @@ def _verify(
     first = tl.load(firsts + index * first_stride).to(tl.int32)
     places = tl.arange(0, BLOCK)
     chosen = tl.load(token_ids + index * (1 + K) + places, mask=places <= K, other=-1)
-    # At K = 0 the first draft is compared all the same, as a shadow.
+    # At K = 0 the first draft is still compared, as a shadow.
     num_compared: tl.constexpr = K if K > 0 else 1
     drafted = tl.minimum(tl.load(num_proposed + row), num_compared)
     drafts = tl.load(draft_ids + row * K_MAX + places, mask=places < drafted, other=-2)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypp.encoder.delivery import ItemReceiver, ItemSender
-from raypp.encoder.encoded_item import EncodedItem
+from raypp.encoder.protocol import EncodedItem
 
 CPU = torch.device("cpu")
 MEMORY_BYTES = 4096

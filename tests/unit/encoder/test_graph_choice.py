@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypp.encoder.budgets import token_ladder
-from raypp.encoder.graph_choice import BudgetTimes, GraphChoice
+from raypp.encoder.build_encoder import token_ladder
+from raypp.encoder.encoder_graphs import BudgetTimes, GraphChoice
 from raypp.encoder.protocol import BudgetRange
 from raypp.graphs.buckets import Buckets
 

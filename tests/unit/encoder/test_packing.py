@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_tower import NUM_TAPS, ToyTower, toy_item
 
-from raypp.encoder.budgets import MAX_PADDING_SHARE, largest_fitting, token_ladder
-from raypp.encoder.encoder_graphs import EncoderCudaGraphManager
-from raypp.encoder.graph_choice import GraphChoice
-from raypp.encoder.packing import pack_items
+from raypp.encoder.build_encoder import MAX_PADDING_SHARE, largest_fitting, token_ladder
+from raypp.encoder.encoder_graphs import EncoderCudaGraphManager, GraphChoice, pack_items
 from raypp.encoder.protocol import BudgetRange
 from raypp.errors import ResourceError
 from raypp.graphs.buckets import Buckets

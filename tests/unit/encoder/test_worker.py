@@ -8,8 +8,8 @@ import torch
 from toy_tower import PATCH_DIM, ToyTower, toy_item
 
 from raypp.encoder.delivery import ItemReceiver, ItemSender
-from raypp.encoder.encoded_item import EncodedItem
 from raypp.encoder.encoder_graphs import EncoderCudaGraphManager
+from raypp.encoder.protocol import EncodedItem
 from raypp.encoder.worker import EncoderWorker
 from raypp.errors import RequestError
 from raypp.graphs.buckets import Buckets

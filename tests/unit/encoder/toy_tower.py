@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from raypp.encoder.encoded_item import EncodedItem
-from raypp.encoder.protocol import BatchShape, BudgetRange, EncoderGraphConfig, ItemSpec, Per, TensorSpec
+from raypp.encoder.protocol import BatchShape, BudgetRange, EncodedItem, EncoderGraphConfig, Per, TensorSpec
 from raypp.prompt_items import EncoderItem
 
 POOL = 3
@@ -45,7 +44,6 @@ class ToyTower:
 
     def graph_config(self) -> EncoderGraphConfig:
         return EncoderGraphConfig(
-            modalities=("sound",),
             patches_per_token=POOL,
             inputs=(
                 TensorSpec("sound", torch.uint8, Per.PATCH, (PATCH_DIM,)),
@@ -57,9 +55,6 @@ class ToyTower:
 
     def budget_range(self) -> BudgetRange:
         return self._range
-
-    def item_specs(self, items: Sequence[EncoderItem]) -> list[ItemSpec]:
-        return [ItemSpec(item.num_tokens, len(item.patches)) for item in items]
 
     def select_items(self, items: Sequence[EncoderItem], indices: Sequence[int]) -> ToyBatch:
         chosen = [items[index] for index in indices]

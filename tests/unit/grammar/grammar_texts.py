@@ -11,6 +11,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from raypp.errors import RequestError
 from raypp.grammar.compile import grammar_of, refused
+from raypp.grammar.lark import reason_of
 from raypp.structured_outputs import source_of
 
 END, FIRST, SECOND = 256, 257, 258
@@ -45,7 +46,7 @@ def matcher_of(constraint: dict[str, Any], tokens: LLTokenizer | None = None) ->
     matcher = LLMatcher(tokens or byte_tokens(), grammar, log_level=0)
     if matcher.is_error():
         [kind] = constraint
-        raise refused(kind, matcher.get_error())
+        raise refused(kind, reason_of(matcher.get_error()))
     return matcher
 
 

@@ -21,6 +21,7 @@ LARK = r"""%llguidance {}
 start: "%json {" X %json {"type": "string", "minLength": 3} // %json x
 X: /"a\/%json"/
 """
+LINES = '%llguidance {}\nX: /a\n"#/\nstart: X %json {"const": "b"}'
 # A constraint; texts that it allows; texts that it does not.
 CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"regex": r"[a-z]+/x\d"}, ["ab/x1"], ["x", "ab/x", "ab/x12", "ab/x٣"]),
@@ -29,6 +30,7 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"regex": r"\$"}, ["$"], ["\\", ""]),
     ({"regex": "é\n[[&&]+"}, ["é\n[&["], ["é\n"]),
     ({"regex": "^"}, [""], ["a"]),
+    ({"regex": r"a\\\\"}, ["a\\\\"], ["a\\"]),
     ({"choice": ['a"b', "é\n", "abc", "ab", "<x>", "España"]}, ['a"b', "é\n", "ab", "abc", "<x>", "España"], ["a", ""]),
     ({"json_object": True}, ["{}", '{"é": [1, null]}'], ["[]", '{"a":1}', '{"a": 1}\n']),
     ({"grammar": 'root ::= "a" x\nx ::= "b" | "(" x ")"'}, ["ab", "a((b))"], ["a(b", "a"]),
@@ -44,6 +46,7 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"grammar": 'root ::= root | "a"'}, ["a"], ["", "aa"]),
     ({"grammar": 'root ::= a-b\na-b ::= "x" c.d\nc.d ::= "é" root | "y"'}, ["xy", "xéxy"], ["x", "xéx"]),
     ({"grammar": JSON}, ['{"a": [1, 2.5, "x\\n"], "b": {}}'], ['{"a": }', '{"a": "\n"}']),
+    ({"grammar": LINES}, ['a\n"#"b"'], ['a\n"#"c"']),
     ({"grammar": LARK}, ['%json {"a/%json""abc"'], ['%json {"a/%json""ab"']),
     (tag_of({"type": "grammar", "grammar": 'root ::= "a" root | "b"'}), ["aab"], ["aa"]),
 ]
@@ -59,6 +62,17 @@ def test_a_text_is_allowed_if_the_constraint_means_it(case: tuple[dict[str, Any]
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"regex": "x(?=y)"}, "look-around"),
+    ({"regex": r"abc\Z"}, r"regex parse error: unrecognized escape sequence: \\Z in abc\\Z; expected"),
+    ({"regex": "a" * 300 + "("}, r"regex parse error: unclosed group: \( in a+\(; expected"),
+    ({"regex": r"\b" + "a" * 300}, r"got: at 2\(8\): lookarounds not supported"),
+    ({"regex": "\\"}, "escapes nothing"),
+    ({"regex": "a\\\\\\"}, "escapes nothing"),
+    ({"choice": ["a", "b\ud83d"]}, r"the character \\ud83d, which is half of one"),
+    ({"grammar": r'root ::= "\uDE00"'}, "half of one"),
+    ({"grammar": r'root ::= "\Uffffffff"'}, "cannot be compiled; got: "),
+    (tag_of({"type": "const_string", "value": "\ud800"}), "half of one"),
+    ({"regex": "(?:a"}, r"unclosed group: \( in \(\?:a"),
+    ({"grammar": "%llguidance {}\nstart: A\nA: /b(?=c)/"}, r"at 3\(4\): .* is not supported: \(\?= in b\(\?=c\); "),
     ({"regex": "[+--]"}, "a difference of characters"),
     ({"grammar": 'root ::= "a'}, "'\"a' in line 1 is no EBNF"),
     ({"grammar": '\nroot ::= "a" (= "b")'}, "in line 2 is no EBNF"),
@@ -77,7 +91,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "%llguidance {}\nstart: r0\n" + "".join(f'r{i}: "a" r{i + 1}\n' for i in range(3000))}, "levels"),
     ({"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000}, "nested too deeply"),
     ({"grammar": '%llguidance {}\nstart: %json {"multipleOf": 1000003}'}, "multipleOf 1000003"),
-    ({"grammar": "%llguidance {}\nstart: missing"}, "missing"),
+    ({"grammar": '%llguidance {}\nX: /\n"/\nstart: X %json {"multipleOf": 1000003}'}, "multipleOf 1000003"),
+    ({"grammar": '%llguidance {}\nstart: <"> %json {"multipleOf": 1000003}'}, "multipleOf 1000003"),
+    ({"grammar": '%llguidance {}\nstart: <#> %json {"multipleOf": 1000003}'}, "multipleOf 1000003"),
+    (
+        {
+            "grammar": '%llguidance {}\nX: /\n"/\nstart: r0\n'
+            + "".join(f"r{i}: X r{i + 1}\n" for i in range(3000))
+            + '""'
+        },
+        "levels",
+    ),
+    ({"grammar": "%llguidance {}\nstart: missing"}, r"at 2\(8\): unknown name: \"missing\""),
+    ({"grammar": '%llguidance {}\nstart: %json {\n"type": "null"\n} b\nb: missing'}, r"at 5\(4\): unknown name"),
 ]
 
 

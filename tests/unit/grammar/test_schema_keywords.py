@@ -141,6 +141,12 @@ TOGETHER: list[tuple[Any, list[Any], list[Any]]] = [
         [{"a": 1, "c": "x"}],
         [{"bb": 1}, {"c": 1}, {"cc": "x"}],
     ),
+    ({"type": "object", "propertyNames": {"not": {"type": "string"}}}, [{}], [{"a": 1}, {"": 1}]),
+    ({"type": "object", "propertyNames": {"not": {}}}, [{}], [{"a": 1}, {"": 1}]),
+    ({"type": "object", "propertyNames": {"not": {"enum": [1, "b", ["c"]]}}}, [{"a": 1}, {"1": 1}], [{"b": 1}]),
+    ({"type": "object", "propertyNames": {"not": {"type": "integer"}}}, [{"a": 1}], []),
+    ({"type": "object", "propertyNames": {"enum": [1, None]}}, [{}], [{"": 1}, {"a": 1}]),
+    ({"propertyNames": {"$ref": "#/$defs/a"}, "$defs": {"a": {"enum": ["a", "b"]}}}, [{"a": 1}], [{"c": 1}]),
     ({"propertyNames": {"not": {"const": "ab"}}}, [{"a": 1}], [{"ab": 1}, '{"\\u0061b": 1}']),
     (
         {"type": "object", "patternProperties": {"^x": INT}, "additionalProperties": {"type": "null"}},
@@ -201,6 +207,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"patternProperties": {"a": STR}, "propertyNames": {"pattern": "b"}}, "not disjoint"),
     ({"patternProperties": {"^x": INT, "y": STR}}, "not disjoint"),
     ({"propertyNames": {"allOf": []}}, "propertyNames with allOf"),
+    ({"propertyNames": {"enum": ["a", "b"], "const": "a"}}, "propertyNames with const"),
+    ({"propertyNames": {"$ref": "#/$defs/a", "maxLength": 1}, "$defs": {"a": STR}}, r"propertyNames with \$ref"),
     ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum .5. is greater than maximum"),
     ({"type": "integer", "enum": ["a"]}, "incompatible types"),
     ({"oneOf": [INT, INT]}, "incompatible types"),
@@ -209,6 +217,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({"anyOf": []}, "anyOf '\\[\\]'"),
     ({"const": "a\u0000"}, "control character"),
     ({"enum": [1, [{"\u007f": 1}]]}, "control character"),
+    ({"enum": ["a", "\ud83d"]}, r"the character \\ud83d, which is half of one, at #"),
+    ({"properties": {"a": {"properties": {"\ude00": {}}}}}, "half of one, at #/properties/a"),
+    ({"type": "object", "required": ["\ude00"]}, "half of one, at #"),
+    ({"items": {"pattern": "[\ud800-\udfff]"}}, "half of one, at #/items"),
     ({"type": "integer", "maximum": 2**60}, "does not keep"),
     ({"enum": [12345678901234567]}, "12345678901234567, whose digits llguidance does not keep"),
     ({"type": "number", "minimum": 0.1234567890123456}, "does not keep"),
@@ -219,13 +231,29 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "exclusiveMinimum 0 less than 1 from the other bound"),
     ({"exclusiveMinimum": 0, "anyOf": [{"exclusiveMaximum": 0.5}, STR]}, "exclusiveMinimum 0 less than 1"),
     ({"allOf": [{"exclusiveMaximum": 0}, {"exclusiveMinimum": -0.5}]}, "exclusiveMaximum 0 less than 1"),
-    ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+    ({"allOf": [{"items": {"exclusiveMinimum": 1}}, {"items": {"maximum": 1.5}}]}, "1 less than 1 .*/allOf/0/items"),
+    (
+        {"properties": {"ab": {"exclusiveMinimum": 0}}, "patternProperties": {"^a": {"maximum": 0.5}}},
+        "exclusiveMinimum 0 less than 1",
+    ),
+    ({"type": "number", "maximum": 1.5, "not": {"maximum": 1}}, "exclusiveMinimum 1 less than 1 .*, at #/not"),
+    ({"type": "number", "not": {"enum": [1, 1.5]}}, "exclusiveMinimum 1 less than 1 .*, at #/not"),
+    ({"oneOf": [{"minimum": -1.5}, {"minimum": -1}]}, "exclusiveMaximum -1 less than 1 .*/oneOf/0"),
+    ({"type": "string", "pattern": "(?=a)b"}, r"got: regex parse error: look-around, .*: \(\?= in \(\?=a\)b; expected"),
+    ({"type": "string", "pattern": "(?x)\na\nb("}, "got: regex parse error: unclosed group"),
     ({"type": "string", "pattern": "(a)\\1"}, "backreferences"),
     ({"type": "string", "pattern": "\\bx"}, "not supported"),
     ({"type": "string", "pattern": "[+--]"}, "a difference of characters"),
     ({"type": "string", "pattern": 3}, "pattern '3'"),
     ({"$ref": "http://example.com/x", "maxLength": 3}, "part of the schema itself"),
     ({"$ref": "#/nowhere"}, "to '#/nowhere'"),
+    ({"$ref": "#/$defs/x", "$defs": 5}, "to '#/\\$defs/x'"),
+    ({"$ref": "#x", "$defs": {"a": {"$id": 5}}}, "to '#x'"),
+    ({"$ref": "#x", "$defs": [5]}, "to '#x'"),
+    ({"$id": 5}, r"\$id, .*, at #; expected: a text"),
+    ({"items": {"$id": ["a"]}}, r"\$id, .*, at #/items; expected: a text"),
+    ({"$schema": 7}, r"\$schema that is no text, at #"),
+    ({"$schema": "http://json-schema.org/draft-04/schema#", "id": {}}, r"id or \$schema that is no text, at #"),
     ({"$ref": "#"}, "leads back to itself"),
     ({"anyOf": [{"$ref": "#"}, {"type": "null"}], "minimum": 1}, "leads back to itself"),
     ({"not": 3}, "not '3'"),
@@ -255,6 +283,34 @@ def test_definitions_may_refer_to_one_another_in_a_long_row_that_no_stack_overfl
     assert allows(compiled({"$defs": row | {"1500": INT}, "$ref": "#/$defs/1350"}), {"a": {"a": {}}})
     with pytest.raises(RequestError, match="more than 400 levels deep"):
         compiled({"$defs": row | {"1500": INT}, "$ref": "#/$defs/0"})
+
+
+@pytest.mark.parametrize("is_reference", [False, True])
+@pytest.mark.parametrize("is_object", [False, True])
+def test_many_alternatives_with_constants_of_their_own_are_told_apart(is_object: bool, is_reference: bool) -> None:
+    def of(kind: str) -> dict[str, Any]:
+        rest = {"next": {"$ref": "#/$defs/k0"}, "b": STR, "kind": {"const": kind}}
+        return {"type": "object", "properties": rest, "required": ["b", "kind"]} if is_object else {"const": kind}
+
+    kinds = {f"k{i}": of(f"k{i}") for i in range(400)}
+    branches = [{"$ref": f"#/$defs/{name}"} for name in kinds] if is_reference else [*kinds.values()]
+    grammar = compiled({"$defs": kinds, "oneOf": branches})
+    for kind, is_one in (("k0", True), ("k399", True), ("k400", False)):
+        assert allows(grammar, {"b": "", "kind": kind} if is_object else kind) == is_one
+
+
+def test_alternatives_of_which_two_share_a_constant_exclude_each_other() -> None:
+    names = [{"enum": [f"k{i}", f"k{i + 1}"]} for i in (0, 2, 4, 5)]
+    grammar = compiled({"oneOf": names})
+    assert [allows(grammar, f"k{i}") for i in range(7)] == [True, True, True, True, True, False, True]
+    kinds = [{"required": ["kind"], "properties": {"kind": name, "a": INT}} for name in names[:2]]
+    assert [allows(compiled({"oneOf": kinds}), value) for value in ({"kind": "k1"}, 3)] == [True, False]
+
+
+def test_bounds_of_different_values_have_nothing_to_do_with_each_other() -> None:
+    share = {"properties": {"a": {"exclusiveMinimum": 0}, "b": {"maximum": 0.5}}}
+    grammar = compiled({"allOf": [share], "properties": {"c": {"not": {"const": "x"}}}, "required": ["a", "b"]})
+    assert [allows(grammar, {"a": a, "b": 0.25}) for a in (0, 0.1)] == [False, True]
 
 
 def test_parts_that_nothing_refers_to_are_not_looked_at() -> None:

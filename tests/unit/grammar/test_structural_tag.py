@@ -41,7 +41,7 @@ def sequence(*elements: Form) -> Form:
 
 def calls(**more: Any) -> Form:
     tags = [tag("<f=a>", JSON, "</f>"), tag("<f=b>", text("x"), "</f>")]
-    return {"type": "triggered_tags", "triggers": ["<f="], "tags": tags, **more}
+    return {"type": "triggered_tags", "triggers": ["<f="], "tags": tags} | more
 
 
 LETTERS = {"type": "regex", "pattern": "[a-c]+"}
@@ -165,7 +165,20 @@ def test_a_form_allows_what_it_says_and_nothing_else(
         (sequence(ANY, JSON), "free text"),
         (token("<third>"), "<third>"),
         ({"type": "tag", "begin": "a", "end": "b"}, "content"),
+        ({"type": "tag", "begin": "a", "end": "b"}, "tag without 'content'"),
         (text(7), "const_string"),  # type: ignore[arg-type]
+        (sequence(3), "of type None"),  # type: ignore[arg-type]
+        ({"type": "or", "elements": [3]}, "or with a part of a wrong type"),
+        ({"type": "or", "elements": []}, "or: nothing to choose from"),
+        ({"type": "regex", "pattern": 3}, "regex with a part of a wrong type"),
+        (tag(3, ANY, "x"), "tag with a part of a wrong type"),
+        ({**ANY, "excludes": "abc"}, "excludes is 'abc', and has to be a list of texts"),
+        ({**ANY, "excludes": ["a", ""]}, "none of them empty"),
+        (calls(excludes="abc"), "excludes is 'abc'"),
+        (calls(triggers=["<g"]), "begins with no trigger"),
+        (calls(triggers=["<f=a"]), "begins with no trigger"),
+        (calls(triggers=[], tags=[]), "nothing to choose from"),
+        ({"type": "tags_with_separator", "tags": [], "separator": ","}, "nothing to choose from"),
     ],
 )
 def test_what_cannot_be_expressed_is_refused_by_name(form: Form, named: str) -> None:

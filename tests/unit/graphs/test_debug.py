@@ -47,7 +47,12 @@ def test_attention_that_is_no_break_point(monkeypatch, mode):
 
 def test_products_that_are_added_in_place(monkeypatch):
     """As a GPU's library adds them: a head's layer then overwrites what it is told of a step."""
-    monkeypatch.setattr(torch_kernels.AddLinear, "__call__", lambda self, x, residual: residual.add_(self._linear(x)))
+
+    def add_linear(self, weight, bias=None):
+        linear = self.linear(weight, bias)
+        return lambda x, residual: residual.add_(linear(x))
+
+    monkeypatch.setattr(torch_kernels.TorchKernels, "add_linear", add_linear)
     speculative = {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 2}
     engine = _engine("full", debug_every=1, speculative=speculative)
     assert _generate(engine)

@@ -12,8 +12,8 @@ from recorded_plans import called_graphs, record_plans, run_plans
 
 from raypp.config.engine_config import EngineConfig
 from raypp.graphs.compiled import CompiledFunction
-from raypp.models.compiled_layer import CompiledLayer, compile_layers
 from raypp.models.config import load_model_config
+from raypp.models.decoder import CompiledLayer, compile_layers
 from raypp.models.registry import build_model
 from raypp.models.weights import DummyWeights
 from raypp.ops.cpu.torch_kernels import TorchKernels

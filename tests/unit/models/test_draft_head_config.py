@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 from raypp.errors import ConfigError, ModelLoadError
 from raypp.models.config import ModelConfig, load_model_config
 from raypp.models.draft_head_config import checkpoint_shapes, load_draft_head_config
-from raypp.models.pickled_weights import PickledWeights
 from raypp.models.registry import resolve_draft_head_path, resolve_model_path
-from raypp.models.weights import CheckpointWeights, DummyWeights
+from raypp.models.weights import CheckpointWeights, DummyWeights, PickledWeights
 
 H, V = 256, 4032
 BASE = {

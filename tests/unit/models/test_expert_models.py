@@ -10,8 +10,7 @@ from checkpoints import EXPERTS, random_tensors, tensor_shapes, write_config, wr
 from safetensors.torch import save_file
 
 from raypp.errors import ModelLoadError
-from raypp.models.config import load_model_config
-from raypp.models.expert_config import ExpertConfig
+from raypp.models.config import ExpertConfig, load_model_config
 from raypp.models.families import ExpertNames
 from raypp.models.quantization import ONLINE_FP8, Quantization
 from raypp.models.registry import build_model
@@ -152,8 +151,8 @@ def test_layouts(tmp_path, family, form, caplog):
         model = _stage(tmp_path, start, end, source)
         outputs += _outputs(model.layers)
         read.append(source.names)
-        assert all(model.looks_after(name) or name.endswith("embed_tokens.weight") for name in source.names)
-        assert not [name for name in source.unread() if model.looks_after(name)]
+        assert all(model.owns_tensor(name) or name.endswith("embed_tokens.weight") for name in source.names)
+        assert not [name for name in source.unread() if model.owns_tensor(name)]
         config = model._config
         assert source.most <= max(config.experts.intermediate_size, config.intermediate_size) * config.hidden_size
     assert read[0] | read[1] == names

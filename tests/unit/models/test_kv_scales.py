@@ -8,10 +8,9 @@ from checkpoints import write_config
 from safetensors.torch import save_file
 
 from raypp.errors import ModelLoadError
-from raypp.models.config import load_model_config
+from raypp.models.config import has_fp8_kv_cache, load_model_config
 from raypp.models.config_fields import ConfigFields
-from raypp.models.kv_cache_scheme import has_fp8_kv_cache
-from raypp.models.kv_scales import read_kv_scales
+from raypp.models.layer import read_kv_scales
 from raypp.models.weights import CheckpointWeights, DummyWeights, WeightReader
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}

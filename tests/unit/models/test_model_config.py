@@ -18,8 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmb
 from raypp.errors import ModelLoadError
 from raypp.models.config import LM_HEAD, as_stored, load_model_config
 from raypp.models.families import FAMILIES
+from raypp.models.layer import inverse_frequencies
 from raypp.models.registry import build_model
-from raypp.models.rope import inverse_frequencies
 from raypp.models.rope_config import RopeConfig
 from raypp.models.weights import CheckpointWeights
 

@@ -56,12 +56,12 @@ def test_each_stage_reads_its_own_tensors(tmp_path, tied):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_of_all_stages_one_looks_after_a_tensor_that_nobody_reads(tmp_path, tied):
+def test_exactly_one_stage_owns_an_unread_tensor(tmp_path, tied):
     path = write_config(tmp_path, tie_word_embeddings=tied)
     stages = [_build(path, start, end) for start, end in ((0, 1), (1, 2), (2, 3))]
 
     def lookers(name):
-        return [index for index, (model, _) in enumerate(stages) if model.looks_after(name)]
+        return [index for index, (model, _) in enumerate(stages) if model.owns_tensor(name)]
 
     assert [lookers(f"model.layers.{index}.self_attn.q_proj.bias") for index in range(4)] == [[0], [1], [2], [2]]
     assert [lookers(name) for name in ("model.norm.bias", "score.weight")] == [[2], [2]]

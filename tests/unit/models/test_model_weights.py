@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from raypp.errors import ModelLoadError
 from raypp.models.checkpoint_names import has_safetensors
 from raypp.models.draft_head_config import checkpoint_shapes
-from raypp.models.pickled_weights import PickledWeights
-from raypp.models.weights import CheckpointWeights, DummyWeights, WeightReader, warn_of_unread
+from raypp.models.weights import CheckpointWeights, DummyWeights, PickledWeights, WeightReader, warn_of_unread
 
 CPU = torch.device("cpu")
 

@@ -13,6 +13,7 @@ import raypp
 from raypp.api.tokenizer import Tokenizer
 from raypp.errors import RequestError
 from raypp.grammar.compile import compile_constraint
+from raypp.grammar.text_grammar import TextGrammar
 from raypp.grammar.vocabulary import Vocabulary, VocabularySource
 from raypp.openai_api.call_arguments import XmlParameters
 from raypp.openai_api.chat_request import ChatRequest
@@ -78,10 +79,13 @@ class Form:
         self._grammar = compile_constraint(source_of(params.structured_outputs), vocabulary)
 
     def takes(self, text: str) -> bool:
-        matcher = self._grammar.matcher()
         [ids] = self._tokenizer.encode([text], add_special_tokens=False)
         [end] = self._tokenizer.eos_token_ids
-        return all(matcher.accept_token(token_id) for token_id in [*ids.tolist(), end])
+        try:
+            TextGrammar(self._grammar, None).accept([*ids.tolist(), end])
+        except RequestError:
+            return False
+        return True
 
 
 def read(syntax: MessageSyntax, text: str, begun: str = "") -> tuple[str, str, list[tuple[str, str]]]:

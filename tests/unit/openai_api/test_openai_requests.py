@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.error_bodies import BodyError, describe_error, parse_body
 from raypp.openai_api.syntax import MessageSyntax
 from raypp.openai_api.syntaxes import HERMES_CALLS
+from raypp.openai_api.tools import FunctionDefinition, Tool, ToolUse
 from raypp.types import SamplingParams
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -161,13 +163,55 @@ def test_a_bad_prompt_is_named(prompt: Any, param: str, words: str) -> None:
     assert words in str(caught.value)
 
 
+INT = {"type": "integer"}
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize(
+    ("parameters", "is_held"),
+    [
+        ({"type": ["object", "null"], "properties": {"a": INT}}, True),
+        ({"anyOf": [INT, {"type": "object", "properties": {"a": INT}}]}, True),
+        (INT, False),
+        ({"type": ["array", "null"]}, False),
+        ({"enum": ["x"]}, False),
+        ({"type": "objects"}, False),
+    ],
+)
+def test_arguments_are_an_object_whatever_the_schema_of_a_function(
+    parameters: dict[str, Any], is_held: bool, is_strict: bool
+) -> None:
+    tool = Tool(type="function", function=FunctionDefinition.model_validate({"name": "f", "parameters": parameters}))
+    tool.function.strict = is_strict
+    use = ToolUse((tool,), must_call=True, may_call_several=False)
+    if is_strict and not is_held:
+        with pytest.raises(RequestError, match="the parameters of f cannot be enforced, and it is strict"):
+            use.argument_schema(tool, is_json=True)
+    else:
+        expected = parameters if is_held else {"additionalProperties": True}
+        assert use.argument_schema(tool, is_json=True) == {**expected, "type": "object"}
+
+
+@pytest.mark.parametrize("given", [{"name": "a"}, {"name": "a", "schema": None}, {"name": "a", "strict": None}])
+def test_a_form_without_a_schema_is_any_object(given: dict[str, Any]) -> None:
+    wanted = {"type": "json_schema", "json_schema": given}
+    form = chat(response_format=wanted).sampling_params(100).structured_outputs
+    assert form is not None
+    assert json.loads(form["json_schema"]) == {"type": "object", "additionalProperties": True}
+
+
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "not one of the kinds"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs",
+            "several kinds for one text; got: ['choice', 'regex']; expected: a dict with one of",
+        ),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs", "regex is empty"),
         ({"structured_outputs": {"regex": "a" * (1 << 21)}}, "structured_outputs", "too long"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},

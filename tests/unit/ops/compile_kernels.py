@@ -1,4 +1,6 @@
-"""Compiles every kernel for compute capability 9.0, as models use it, without a GPU; prints what each takes, as JSON.
+"""Compiles every kernel for one compute capability, as models use it, without a GPU; prints what each takes, as JSON.
+
+CAPABILITY is 80, 86, 89, 90 (the default) or 120.
 
 A process of its own: a driver that only pretends to have a device takes the place of Triton's, and launches compile
 without running. The compiler and the assembler are those that a GPU's host has too. Products compile for some numbers
@@ -22,6 +24,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from raypp.ops.attention import HeadNorm, Heads
+from raypp.ops.backend import Routing
 from raypp.ops.cuda import (
     between_products,
     block_kernels,
@@ -36,7 +39,6 @@ from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.product_tuning import input_type_in_8_bits, own_product
 from raypp.ops.cuda.quantized_projection import Fp8Projection, Int4Projection
 from raypp.ops.cuda.token_quantization import TokenNorm
-from raypp.ops.routing import Routing
 from raypp.ops.row_tokens import NewTokens, RowTokens
 from raypp.ops.sample.step_masks import StepMasks, YieldedTokens
 from raypp.ops.sample.tables import (
@@ -52,7 +54,15 @@ from raypp.ops.sample.token_history import TokenHistory
 from raypp.ops.weight import Weight
 
 CPU = torch.device("cpu")
-DEVICE = Device(CPU, num_processors=132, has_dependent_launch=True)
+CAPABILITY = int(os.environ.get("CAPABILITY", "90"))
+NUM_PROCESSORS, SHARED_KB = {80: (108, 163), 86: (82, 99), 89: (128, 99), 90: (132, 227), 120: (170, 99)}[CAPABILITY]
+DEVICE = Device(
+    CPU,
+    num_processors=NUM_PROCESSORS,
+    has_dependent_launch=CAPABILITY >= 90,
+    shared_bytes=SHARED_KB << 10,
+    has_fp8=CAPABILITY >= 89,
+)
 BF16 = torch.bfloat16
 IS_FULL = os.environ.get("TEST_SIZES") == "all"
 
@@ -63,11 +73,11 @@ def numbers_of_rows(some: tuple[int, ...], others: tuple[int, ...]) -> tuple[int
 
 
 class PretendedDriver:
-    """An H200 as far as the compiler asks."""
+    """A GPU as far as the compiler asks."""
 
     def get_current_target(self) -> GPUTarget:
         """Return what to compile for."""
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", CAPABILITY, 32)
 
     def get_current_device(self) -> int:
         """Return the device's number."""
@@ -141,6 +151,16 @@ def in_8_bits(num_outputs: int, num_inputs: int, norm_eps: float | None = None, 
     return projection.Product(weight, None, norm_eps, is_gated)
 
 
+def draft_head_products() -> list[Any]:
+    """Return the products of a draft head, in 8 bits."""
+    return [
+        in_8_bits(32000, 4096, 1e-6),
+        in_8_bits(6144, 8192),
+        in_8_bits(24576, 4096, 1e-6, is_gated=True),
+        in_8_bits(4096, 12288),
+    ]
+
+
 def experts_of(kind: str, scale_type: torch.dtype, block: tuple[int, int], num_outputs: int, num_inputs: int) -> Weight:
     """Return the weights of 128 experts in fewer bits that hold nothing."""
     scale = torch.empty(128, num_outputs // block[0], num_inputs // block[1], dtype=scale_type, device="meta")
@@ -149,6 +169,21 @@ def experts_of(kind: str, scale_type: torch.dtype, block: tuple[int, int], num_o
         return Weight(data, scale, block=block)
     data = torch.empty(128, num_outputs, num_inputs // 2, dtype=torch.uint8, device="meta")
     return Weight(data, scale, torch.empty_like(scale, dtype=torch.uint8), block)
+
+
+def attend_in_8_bits(decode: Any, layer_heads: Heads, by: Any, integers: torch.Tensor) -> None:
+    """Call what writes and reads a KV cache in 8 bits."""
+    cache_8 = torch.zeros(2, 3, 8, 16, 128, dtype=torch.float8_e4m3fn)
+    qkv = torch.zeros(32, 6144, dtype=BF16)
+    heads.append_heads(qkv, layer_heads, by, integers, cache_8, DEVICE)
+    for rows, query_len in ((16, 1), (256, 1), (32, 5)):
+        q = torch.zeros(rows * query_len, 32, 128, dtype=BF16)
+        lens, tables = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
+        decode(q, cache_8, lens, tables, query_len, layer_heads, torch.empty_like(q))
+    fresh, lens, tables = qkv[:16], torch.ones(16, dtype=torch.int32), torch.zeros(16, 64, dtype=torch.int32)
+    decode.from_projection(fresh, layer_heads, by, integers, cache_8, lens, tables, 1, torch.empty_like(q[:16]))
+    copy, table = torch.empty(2, 64, 8, 128, dtype=BF16), torch.zeros(1, 4, dtype=torch.int32)
+    heads.gather_heads(cache_8, table, torch.zeros(2, dtype=torch.int32), 4, layer_heads, copy[0], copy[1], DEVICE)
 
 
 def call_all(workspace: Workspace) -> None:
@@ -161,10 +196,12 @@ def call_all(workspace: Workspace) -> None:
     integers = torch.zeros(32, dtype=torch.int64)
     hidden = torch.zeros(32, 4096, dtype=BF16)
     between_products.rms_norm(hidden, hidden[0], 1e-6, DEVICE)
-    between_products.rms_norm(hidden, None, 1e-6, DEVICE, torch.float8_e4m3fn)
-    for dtype in (torch.float16, torch.float8_e4m3fn):
+    if DEVICE.has_fp8:
+        between_products.rms_norm(hidden, None, 1e-6, DEVICE, torch.float8_e4m3fn)
+    for dtype in (torch.float16, *([torch.float8_e4m3fn] if DEVICE.has_fp8 else [])):
         between_products.join_norms(hidden, integers, hidden, 1e-6, DEVICE, dtype)
-    between_products.narrow(hidden, torch.float8_e5m2, DEVICE)
+    if DEVICE.has_fp8:
+        between_products.narrow(hidden, torch.float8_e5m2, DEVICE)
     between_products.silu_and_mul(hidden, DEVICE)
     by = heads.rotation_table(integers, torch.ones(64), DEVICE)
     heads.append_heads(torch.zeros(32, 6144, dtype=BF16), layer_heads, by, integers, cache, DEVICE)
@@ -174,21 +211,13 @@ def call_all(workspace: Workspace) -> None:
         q = torch.zeros(rows * query_len, 32, 128, dtype=BF16)
         lens, tables = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
         decode(q, cache, lens, tables, query_len, layer_heads, torch.empty_like(q))
-        if query_len == 1:  # a draft head's
+        if query_len == 1 and DEVICE.has_fp8:  # a draft head's
             narrow_out = torch.empty_like(q, dtype=input_type_in_8_bits(rows))
             decode(q, cache, lens, tables, query_len, layer_heads, narrow_out)
-    cache_8 = torch.zeros(2, 3, 8, 16, 128, dtype=torch.float8_e4m3fn)
-    qkv = torch.zeros(32, 6144, dtype=BF16)
-    heads.append_heads(qkv, layer_heads, by, integers, cache_8, DEVICE)
-    for rows, query_len in ((16, 1), (256, 1), (32, 5)):
-        q = torch.zeros(rows * query_len, 32, 128, dtype=BF16)
-        lens, tables = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
-        decode(q, cache_8, lens, tables, query_len, layer_heads, torch.empty_like(q))
-    fresh, lens, tables = qkv[:16], torch.ones(16, dtype=torch.int32), torch.zeros(16, 64, dtype=torch.int32)
-    decode.from_projection(fresh, layer_heads, by, integers, cache_8, lens, tables, 1, torch.empty_like(q[:16]))
+    if DEVICE.has_fp8:
+        attend_in_8_bits(decode, layer_heads, by, integers)
     copy, table = torch.empty(2, 64, 8, 128, dtype=BF16), torch.zeros(1, 4, dtype=torch.int32)
-    for blocks in (cache, cache_8):
-        heads.gather_heads(blocks, table, torch.zeros(2, dtype=torch.int32), 4, layer_heads, copy[0], copy[1], DEVICE)
+    heads.gather_heads(cache, table, torch.zeros(2, dtype=torch.int32), 4, layer_heads, copy[0], copy[1], DEVICE)
     odd = torch.empty(896, 3072, dtype=BF16)
     small, large = torch.empty(4096, 1024, dtype=BF16), torch.empty(24576, 4096, dtype=BF16)
     for product in (
@@ -198,10 +227,7 @@ def call_all(workspace: Workspace) -> None:
         projection.Product(Weight(odd)),
         projection.Product(Weight(large), None, 1e-6, is_gated=True),
         projection.Product(Weight(torch.empty(4096, 12288, dtype=BF16))),
-        in_8_bits(32000, 4096, 1e-6),  # a draft head's products
-        in_8_bits(6144, 8192),
-        in_8_bits(24576, 4096, 1e-6, is_gated=True),
-        in_8_bits(4096, 12288),
+        *(draft_head_products() if DEVICE.has_fp8 else ()),
     ):
         for rows in numbers_of_rows((1, 32), (2, 3, 8, 9, 16, 64)):
             own = own_product(rows, product, DEVICE)
@@ -224,6 +250,8 @@ def call_all(workspace: Workspace) -> None:
             layer(torch.empty(rows, 2048, dtype=BF16))
     routing = Routing(8, normalizes=True)
     for kind, scale_type, block in (("fp8", torch.float32, (128, 128)), ("int4", BF16, (1, 128))):
+        if kind == "fp8" and not DEVICE.has_fp8:
+            continue
         gate_up, down = (experts_of(kind, scale_type, block, *shape) for shape in ((1536, 2048), (2048, 768)))
         layer = CudaExperts(router[0], 1e-6, router, gate_up, down, routing, DEVICE, workspace)
         for rows in (1, 64):
@@ -283,7 +311,8 @@ def call_quantized(workspace: Workspace) -> None:
     workspace.reserve(1 << 24)
     norm = TokenNorm(torch.ones(size, dtype=BF16), 1e-6)
     data, scale = torch.zeros(2 * size, size, dtype=torch.float8_e4m3fn), torch.ones(16, 8)
-    for weight in (Weight(data, scale, block=(128, 128)), Weight(data, torch.ones(2 * size, 1), block=(1, size))):
+    by_block, by_row = Weight(data, scale, block=(128, 128)), Weight(data, torch.ones(2 * size, 1), block=(1, size))
+    for weight in (by_block, by_row) if DEVICE.has_fp8 else ():
         for rows in numbers_of_rows((1, 200), (2, 16, 64)):
             x, residual = torch.zeros(rows, size, dtype=BF16), torch.zeros(rows, 2 * size, dtype=BF16)
             Fp8Projection(weight, None, norm, DEVICE, workspace, is_gated=True)(x)

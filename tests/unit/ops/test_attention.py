@@ -12,7 +12,7 @@ import torch
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.cpu import paged_attention as attention_module
 from raypp.ops.cpu.paged_attention import paged_attention
-from raypp.ops.cuda.prefill_attention import SdpaPrefill
+from raypp.ops.cuda.step_attention import SdpaPrefill
 from raypp.ops.kv_cache import FP8, allocate_kv_cache, as_cached
 
 HEAD_DIM = 8

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from raypp.ops.block_store import BlockStore, TorchBlockMover
-from raypp.ops.cpu.torch_blocks import TorchBlockStore
+from raypp.ops.block_store import BlockStore, TorchBlockMover, TorchBlockStore
 from raypp.ops.cuda import pinned_blocks
 from raypp.ops.cuda.pinned_blocks import PinnedBlockStore, runs
 from raypp.ops.kv_cache import FP8, allocate_kv_caches

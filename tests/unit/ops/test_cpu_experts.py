@@ -7,8 +7,8 @@ import reference_ops as reference
 import torch
 
 from raypp.graphs.pieces import PieceRecorder
+from raypp.ops.backend import Routing, choose_experts
 from raypp.ops.cpu.torch_kernels import TorchKernels
-from raypp.ops.routing import Routing, choose_experts
 from raypp.ops.weight import Weight
 from raypp.testing.op_tape import OpTapes
 

@@ -7,10 +7,8 @@ import reference_ops as reference
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops.cpu.linear import Linear
-from raypp.ops.cpu.rms_norm import RMSNorm
-from raypp.ops.cpu.torch_experts import silu_and_mul
-from raypp.ops.rotary import apply_rotary, rotation
+from raypp.ops.attention import apply_rotary, rotation
+from raypp.ops.cpu.torch_kernels import Linear, RMSNorm, silu_and_mul
 from raypp.ops.vision import linear_gelu_tanh
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

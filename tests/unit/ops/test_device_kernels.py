@@ -8,8 +8,8 @@ import torch
 
 from raypp.ops import device_kernels
 from raypp.ops.cpu.torch_kernels import TorchKernels
-from raypp.ops.cuda import prefill_attention
-from raypp.ops.cuda.prefill_attention import missing_for_flashinfer
+from raypp.ops.cuda import step_attention
+from raypp.ops.cuda.step_attention import missing_for_flashinfer
 from raypp.ops.device_kernels import choose_kernels
 
 CUDA = torch.device("cuda")
@@ -34,8 +34,8 @@ def test_float32_on_a_gpu_is_said_to_be_slow(caplog):
 
 
 def test_what_flashinfer_lacks(monkeypatch):
-    monkeypatch.setattr(prefill_attention, "find_spec", lambda name: object())
+    monkeypatch.setattr(step_attention, "find_spec", lambda name: object())
     assert missing_for_flashinfer(128) is None
     assert "head_dim=80" in missing_for_flashinfer(80)
-    monkeypatch.setattr(prefill_attention, "find_spec", lambda name: None)
+    monkeypatch.setattr(step_attention, "find_spec", lambda name: None)
     assert 'pip install ".[gpu]" in the clone' in missing_for_flashinfer(128)

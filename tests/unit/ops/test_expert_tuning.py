@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
-from raypp.ops.cuda import expert_tuning
-from raypp.ops.cuda.expert_tuning import TABLE, ExpertShape, choose_cut, cut_entry, default_cut, shape_entry
+from raypp.ops.cuda import experts
+from raypp.ops.cuda.experts import TABLE, ExpertShape, choose_cut, cut_entry, default_cut, shape_entry
 from raypp.ops.cuda.kernel_launch import Device
 
 SHAPE = ExpertShape(2048, 768, 128, 8)
@@ -24,10 +24,10 @@ def table(tmp_path, monkeypatch):
     cuts = {"8": [16, [64, 64, 4, 3], [64, 128, 4, 2]], "64": [32, [64, 64, 4, 4], [128, 64, 8, 4]]}
     path = tmp_path / "cuts.json"
     path.write_text(json.dumps({"NVIDIA H200": {shape_entry(SHAPE): cuts}}))
-    monkeypatch.setattr(expert_tuning, "TABLE", path)
-    expert_tuning._table.cache_clear()
+    monkeypatch.setattr(experts, "TABLE", path)
+    experts._table.cache_clear()
     yield cuts
-    expert_tuning._table.cache_clear()
+    experts._table.cache_clear()
 
 
 def test_the_nearest_number_of_tokens_is_looked_up(table):

@@ -13,16 +13,15 @@ import kernel_checks as checks
 import reference_ops as reference
 import torch
 
+from raypp.ops.backend import Routing
 from raypp.ops.cuda import router_kernels
 from raypp.ops.cuda.cuda_kernels import CudaKernels, CudaProjection, _log_dequantized
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
-from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape
-from raypp.ops.cuda.int4_products import Int4Product, Int4Tuning, int4_shared_bytes, project_int4
+from raypp.ops.cuda.experts import ExpertCut, ExpertShape
+from raypp.ops.cuda.int4_products import Int4Product, Int4Tuning, int4_shared_bytes, pack, project_int4, unpack
 from raypp.ops.cuda.kernel_launch import Device, Workspace
-from raypp.ops.cuda.packed_int4 import pack, unpack
 from raypp.ops.cuda.product_tuning import choose_projection, tune_fp8, tune_int4
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, shared_bytes
-from raypp.ops.routing import Routing
 from raypp.ops.weight import Weight
 
 # The strictest comparison; tensor cores on a GPU multiply 16 bits.

@@ -8,18 +8,25 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
 STACK_OF_SINES = 32  # the reduction of very large angles keeps a table there
 MOST_SPILLED = 512  # with 16 drafts, or heads of 256
+MOST_SPILLED_ELSEWHERE = 256  # tuned for Hopper, which has 255 registers of a thread, too, but keeps products elsewhere
+SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
+NEEDS_FP8 = {"_narrow", "_quantize_tokens"}
+FULL = pytest.mark.full
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_kernels_compile_for_hopper(tmp_path):
+@pytest.mark.parametrize("capability", [90, *(pytest.param(other, marks=FULL) for other in (80, 86, 89, 120))])
+def test_kernels_compile(tmp_path: Path, capability: int) -> None:
     script = Path(__file__).with_name("compile_kernels.py")
     environment = os.environ | {
+        "CAPABILITY": str(capability),
         "TRITON_INTERPRET": "0",
         "TRITON_CACHE_DIR": str(tmp_path),  # compiled anew, whatever lies around
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -27,7 +34,8 @@ def test_kernels_compile_for_hopper(tmp_path):
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout.splitlines()[-1])
-    assert {kernel["kernel"] for kernel in kernels} == {
+    missing = NEEDS_FP8 if capability < 89 else set()
+    assert {kernel["kernel"] for kernel in kernels} | missing == {
         "_narrow",
         "_rms_norm",
         "_join_norms",
@@ -60,9 +68,24 @@ def test_kernels_compile_for_hopper(tmp_path):
         "_rotate_qk",
         "_hold",
     }
+    print_table(kernels, capability)
     for kernel in kernels:
         allowed = STACK_OF_SINES if kernel["kernel"] == "_rotation_table" else MOST_SPILLED if kernel["is_wide"] else 0
+        allowed = allowed if capability == 90 else max(allowed, MOST_SPILLED_ELSEWHERE)
         assert kernel["stack_bytes"] <= allowed, kernel
-        assert kernel["shared_bytes"] <= 227 << 10, kernel
+        assert kernel["shared_bytes"] <= SHARED_KB[capability] << 10, kernel
         assert not kernel["refills_too_early"], kernel
         assert not kernel["lacks_fence"], kernel  # see `kernel_launch.fence_shared`
+
+
+def print_table(kernels: list[dict[str, Any]], capability: int) -> None:
+    """Print what the largest variant of each kernel takes."""
+    print(
+        f"\n| kernel, {capability / 10:.1f} | variants | registers | stack bytes | shared KB |\n|---|---|---|---|---|"
+    )
+    for name in sorted({kernel["kernel"] for kernel in kernels}):
+        variants = [kernel for kernel in kernels if kernel["kernel"] == name]
+        registers, stack, shared = (
+            max(v[key] for v in variants) for key in ("registers", "stack_bytes", "shared_bytes")
+        )
+        print(f"| `{name}` | {len(variants)} | {registers} | {stack} | {shared / 1024:.0f} |")

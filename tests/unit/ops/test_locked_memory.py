@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from raypp.errors import ResourceError
-from raypp.ops.cuda import locked_memory as module
-from raypp.ops.cuda.locked_memory import locked_memory, spare_bytes
+from raypp.ops.cuda import pinned_blocks as module
+from raypp.ops.cuda.pinned_blocks import locked_memory, spare_bytes
 
 
 class Owner:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raypp.ops.quantize import quantize_rows
+from raypp.ops.weight import quantize_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

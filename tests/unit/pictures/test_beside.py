@@ -11,8 +11,8 @@ import pytest
 
 from raypp.config.sections import ImagesSection
 from raypp.errors import RequestError
-from raypp.pictures.beside import PicturesBeside
 from raypp.pictures.fetch import Fetcher
+from raypp.pictures.reader import ImageThreads
 
 DATA = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 TEXT = {"type": "text", "text": "http://a.example/"}
@@ -45,7 +45,7 @@ def test_addresses_are_fetched_side_by_side_each_once_and_everything_else_stays(
     image = {"type": "image", "image": "HTTP://c.example/"}
     site = _Site(3)
     messages = _of(TEXT, _address("a"), DATA, video, image, _address("a"))
-    got = asyncio.run(PicturesBeside(site).messages(messages, lambda given: given))
+    got = asyncio.run(ImageThreads(site).messages(messages, lambda given: given))
     a = {"type": "image", "image": b"http://a.example/"}
     b = {"type": "video", "video": [b"http://b.example/", b"x"], "fps": 1.0}
     assert got == _of(TEXT, a, DATA, b, {"type": "image", "image": b"HTTP://c.example/"}, a)
@@ -55,7 +55,7 @@ def test_addresses_are_fetched_side_by_side_each_once_and_everything_else_stays(
 def test_prompts_with_images() -> None:
     prompts = ["http://a.example/", {"prompt": "p", "multi_modal_data": {"image": ["http://b.example/", b"x"]}}]
     prompts += [{"prompt": "p", "multi_modal_data": {"image": "http://b.example/"}}, {"prompt_token_ids": [1]}]
-    got = asyncio.run(PicturesBeside(_Site(1)).prompts(prompts, lambda given: given))
+    got = asyncio.run(ImageThreads(_Site(1)).prompts(prompts, lambda given: given))
     assert [got[0], got[3]] == [prompts[0], prompts[3]]
     assert got[1]["multi_modal_data"] == {"image": [b"http://b.example/", b"x"]}
     assert got[2]["multi_modal_data"] == {"image": [b"http://b.example/"]}
@@ -65,16 +65,16 @@ def test_too_many_are_refused_before_the_first_is_fetched() -> None:
     site = _Site(1, max_images_per_prompt=2)
     for images in ([_address("a")] * 3, [_address("a"), {"type": "video", "video": [b"x"] * 2}]):
         with pytest.raises(RequestError, match="max_images_per_prompt = 2"):
-            asyncio.run(PicturesBeside(site).messages(_of(*images), lambda given: given))
+            asyncio.run(ImageThreads(site).messages(_of(*images), lambda given: given))
     bad = {"type": "image_url", "image_url": {"url": "http://a..example/"}}
     with pytest.raises(RequestError, match="not an image's address"):
-        asyncio.run(PicturesBeside(site).messages(_of(_address("a"), bad), lambda given: given))
+        asyncio.run(ImageThreads(site).messages(_of(_address("a"), bad), lambda given: given))
     assert site.asked == []  # type: ignore[attr-defined]
 
 
 def test_slow_sites_hold_up_neither_pictures_nor_texts() -> None:
     site = _Site(6, max_image_fetches=5)
-    beside = PicturesBeside(site)
+    beside = ImageThreads(site)
 
     async def run() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))

@@ -15,8 +15,7 @@ import pytest
 
 from raypp.config.sections import ImagesSection
 from raypp.errors import RequestError
-from raypp.pictures.fetch import Fetcher
-from raypp.pictures.timed_http import TimedLookups, connect
+from raypp.pictures.fetch import Fetcher, TimedLookups, connect
 from raypp.pictures.web_address import MAX_ADDRESS_CHARS, WebAddress, is_public, parse_address
 
 PUBLIC = "93.184.215.14"

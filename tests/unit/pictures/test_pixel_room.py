@@ -11,7 +11,7 @@ import pytest
 from raypp.config.sections import ImagesSection
 from raypp.errors import QueueFullError, RequestError
 from raypp.openai_api.error_bodies import describe_error
-from raypp.pictures.pixel_room import PixelRoom
+from raypp.pictures.reader import PixelRoom
 
 
 def _room(limit: int, timeout_s: float = 60.0) -> PixelRoom:

@@ -20,8 +20,7 @@ from raypp.errors import RequestError
 from raypp.pictures.content import ImageContent, VideoContent, has_pictures, take_pictures
 from raypp.pictures.decode_picture import OpenedImage, to_rgb
 from raypp.pictures.fetch import Fetcher
-from raypp.pictures.read import open_image, open_image_url
-from raypp.pictures.reader import PictureMarks, PictureReader, ReadPicture
+from raypp.pictures.reader import PictureMarks, PictureReader, ReadPicture, open_image, open_image_url
 
 FETCHER = Fetcher(ImagesSection())
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)

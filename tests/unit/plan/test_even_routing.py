@@ -10,8 +10,8 @@ import torch
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError
-from raypp.ops.cpu import torch_experts
-from raypp.ops.routing import Routing, choose_experts
+from raypp.ops.backend import Routing, choose_experts
+from raypp.ops.cpu import torch_kernels
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine
@@ -52,7 +52,7 @@ def test_it_reaches_the_layers(
         met.append(routing.is_even)
         return choose_experts(logits, routing)
 
-    monkeypatch.setattr(torch_experts, "choose_experts", spy)
+    monkeypatch.setattr(torch_kernels, "choose_experts", spy)
     for even in (False, True):
         plan = _plan(tmp_path, {**_DENSE, **_SPARSE}, even_routing=even)
         assert ("texts are nonsense" in caplog.text) == even

@@ -15,9 +15,8 @@ from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.chat_request import ChatRequest
-from raypp.pictures.fetch import Fetcher
+from raypp.pictures.fetch import Fetcher, TimedLookups
 from raypp.pictures.reader import PictureReader
-from raypp.pictures.timed_http import TimedLookups
 from serve_app.runner import ReadingGate
 
 TEXT = {"type": "text", "text": "What?"}

@@ -17,7 +17,7 @@ from openai_tools import HELLO, SILENT, Ping
 from running_app import RunningApp, running_app
 
 from raypp.grammar import grammar_threads
-from raypp.grammar.compiled_grammar import CompiledGrammar
+from raypp.grammar.compile import CompiledGrammar
 from raypp.grammar.text_grammar import TextGrammar
 from raypp.grammar.vocabulary import Vocabulary
 from raypp.messages import Int32s

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypp.encoder.encoded_item import EncodedItem
+from raypp.encoder.protocol import EncodedItem
 from raypp.messages import NO_BYTES, StepPlan
 from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.request import Request
