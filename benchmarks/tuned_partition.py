@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from raypp import LLM, EngineConfig, SamplingParams
-from raypp.actors.tuning_process import tune_engine
+from raypp.actors.engine_actors import tune_engine
 
 LARGE_VOCABULARY = {
     "architectures": ["Qwen3ForCausalLM"],

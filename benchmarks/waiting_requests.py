@@ -41,11 +41,10 @@ from raypp.client_messages import (
 )
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine_loop import Engine
-from raypp.driver.failure_reports import FailureReports
 from raypp.driver.grammars import Grammars
 from raypp.driver.item_encoders import ItemEvent
 from raypp.driver.server import DriverServer, OpenRequests, open_client_socket, spare_the_collector
-from raypp.driver.stage_health import StageHealth
+from raypp.driver.stage_health import FailureReports, StageHealth
 from raypp.grammar.grammar_threads import Job
 from raypp.grammar.vocabulary import Vocabulary
 from raypp.messages import StepPlan, StepResult, pack, unpack

@@ -35,9 +35,9 @@ from ray.util.metrics import Counter, Gauge
 from raypp.api.async_llm import AsyncLLM
 from raypp.api.launch import freeze_start
 from raypp.config.engine_config import EngineConfig
+from raypp.config.env import log_to_stderr
 from raypp.config.http_settings import HttpSettings
-from raypp.config.log import log_to_stderr
-from raypp.driver.encoder_shares import EncodeCall, EncoderShares
+from raypp.driver.item_encoders import EncodeCall, EncoderShares
 from raypp.errors import EncoderDiedError, QueueFullError, RayppError
 from raypp.prompt_items import EncoderItem, unique_items
 from serve_app.http_app import make_context, make_http_app, model_names, own_answer, stats_if_alive

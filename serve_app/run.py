@@ -25,14 +25,14 @@ from ray import serve
 from ray.exceptions import RayError
 
 from raypp.actors.cluster import Cluster, hide_log_lines
-from raypp.actors.engine_actors import describe_engine
-from raypp.actors.remote_errors import in_short
+from raypp.actors.deadline import in_short
 from raypp.api.launch import load_tokenizer
-from raypp.config.engine_change import changed_settings
-from raypp.config.engine_config import EngineConfig
+from raypp.config.engine_config import EngineConfig, changed_settings
 from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.errors import ConfigError, EngineDeadError, RayppError
 from raypp.openai_api.syntaxes import check_parsers
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from serve_app.app import ENGINE, build_application, end_timeout_s
 from serve_app.running_serve import (
     RunningServe,
@@ -230,7 +230,7 @@ def run_server(
     if starts_ray:  # else a Serve of the cluster's may have the port, and take the application
         _check_port(address.host, address.port)
     settings.keys()
-    describe_engine(config)
+    plan_engine(config, Hardware.of_this_machine())
     load_tokenizer(config)
     check_parsers(config.model.tool_call_parser, config.model.reasoning_parser)
     with StopSignals() as stop:

@@ -11,11 +11,10 @@ from pathlib import Path
 
 from generated_pages import write_or_check
 
-from raypp.cli.fit_text import fit_lines
+from raypp.cli.info import fit_lines
 from raypp.config.engine_config import EngineConfig
-from raypp.plan.fit import REQUEST_LENGTHS, Fit, check_fit
-from raypp.plan.fit_description import describe_fit
-from raypp.plan.machines import described_hardware, read_machines
+from raypp.plan.fit import REQUEST_LENGTHS, Fit, check_fit, describe_fit
+from raypp.plan.hardware import described_hardware, read_machines
 
 ROOT = Path(__file__).parents[1]
 PATH = ROOT / "docs" / "fit.md"

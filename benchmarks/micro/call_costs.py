@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import print_report
 
-from raypp.transport.current_stream import CurrentStream
+from raypp.transport.gpu_access import CurrentStream
 from raypp.transport.ipc.cuda_device import CudaDevice
 
 _NUM_BYTES = 4096

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from idle_stages import DeviceCalls, build_idle_stages
 from report import print_report
 
 from raypp.config.engine_config import EngineConfig
@@ -36,7 +37,6 @@ from raypp.plan.hardware import Hardware
 from raypp.request import Request
 from raypp.scheduler.scheduler import Scheduler
 from raypp.stage.stage import Stage
-from raypp.testing.idle_stages import DeviceCalls, build_idle_stages
 from raypp.tracing import Tracer
 from raypp.types import SamplingParams
 

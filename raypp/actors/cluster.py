@@ -1,33 +1,42 @@
-"""Connects to the Ray cluster that the engine runs on, or starts a local one and stops it again."""
+"""Connects to the Ray cluster that the engine runs on, or starts a local one and stops it again.
+
+Ray 2.60.0 lacks settings for some of what a local one needs on a busy machine; `given_agent_ports` and
+`gcs_waits_can_end` patch its private modules while it starts.
+"""
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
+import random
 import re
 import shutil
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import ray
+from ray._private import node, parameter, ray_constants, services
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
+from ray.exceptions import RpcError
+from ray.experimental import internal_kv
 
-from raypp.actors.agent_ports import given_agent_ports
-from raypp.actors.forked import leave_ray_alone
-from raypp.actors.gcs_waits import gcs_waits_can_end
-from raypp.actors.local_process import Child
+from raypp.actors.placement import alive_nodes
+from raypp.actors.processes import LocalProcess
 from raypp.actors.ray_thread import RayThread
-from raypp.config.log import is_log_line
-from raypp.errors import ResourceError
+from raypp.config.env import is_log_line
+from raypp.errors import EngineDeadError, ResourceError
 
 _REACH_TIMEOUT_S = 10.0
 _SETTINGS_FRAME, _FRAME_HEADER_BYTES = 4, 9
@@ -41,18 +50,29 @@ time of a process beside it."""
 _STOP_S = 10.0  # for Ray to end in order
 _RAY_PRINTS = "ray_print_logs"
 _DEAD_WORKER = re.compile(
-    r"^A worker died or was killed while .*Worker PID: (\d+) Worker exit type: (\w+) Worker exit detail: ([^.]*\.)",
+    r"^A worker died or was killed while .*Worker PID: (\d+) Worker exit type: (\w+) Worker exit detail: ([^.]*\.).*",
     re.DOTALL,
 )
+_USUAL_WARNINGS = ("authentication is enabled", "SIGTERM handler is not set")
 _GIVE_UP_S = 40.0  # for Ray to give up a start: it waits half a minute for a server that died
+_PORTS = range(20_000, 32_768)
+"""Below those that Linux gives to connections; above those that Ray gives to workers."""
+_OF_THE_DASHBOARD = "dashboard_agent_listen_port"
+_AGENT_PORTS = ("metrics_agent_port", "runtime_env_agent_port", _OF_THE_DASHBOARD)
+_PORT, _GET = "wait_for_persisted_port", "_internal_kv_get"
+_POLL_S = 0.05
+_ANSWER_S = 1
+_PORT_S, _GET_S = 30.0, 30.0  # of one that is alive; Ray's own, and half of what it gives itself
+_LIBRARY = "ray._raylet"
+_LOOK_TIMEOUT_S = 1.0
 
 
 class Cluster:
     """A connection of this process to Ray, held by one user of it.
 
-    Ray has one connection per process, so there is one count per process of those who use the one that was made here;
-    the last of them ends it. That stops a Ray that was started for it, and only leaves a cluster that was there. A
-    connection that somebody else made is never ended.
+    Ray has one connection per process, so the users of the one that was made here are counted per process, and the last
+    of them ends it. That stops a Ray that was started for it, and only leaves a cluster that was there. A
+    connection that was made elsewhere is never ended.
     """
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -60,7 +80,7 @@ class Cluster:
     _num_users: ClassVar[int] = 0
 
     def __init__(self, connection: RayThread | None) -> None:
-        self._connection = connection  # None: somebody else's
+        self._connection = connection  # None: made elsewhere
 
     @classmethod
     def connect(cls, *, shows_logs: bool = False) -> Cluster:
@@ -94,14 +114,9 @@ class Cluster:
         """Return whether Ray can be asked, as far as is known here."""
         return ray.is_initialized() and (self._connection is None or self._connection.is_useful())
 
-    def check(self) -> None:
-        """Look after the Ray that was started here, if it was.
-
-        Raises:
-            EngineDeadError: it has died.
-        """
-        if self._connection is not None:
-            self._connection.check()
+    def death(self) -> EngineDeadError | None:
+        """Return the error of the Ray that was started here, if it has died."""
+        return None if self._connection is None else self._connection.death()
 
     def disconnect(self) -> None:
         """Leave. Doing so twice does nothing."""
@@ -161,7 +176,7 @@ def _prepare(address: str, shows_logs: bool) -> RayThread:
 
 def _connect(address: str, shows_logs: bool, is_wanted: Callable[[], bool]) -> str:
     tokens = logging.getLogger("ray._private.authentication.authentication_token_setup")
-    tokens.addFilter(_is_not_about_tokens)
+    tokens.addFilter(_is_not_usual)
     local: dict[str, Any] = {}
     try:
         with ExitStack() as patience:
@@ -193,7 +208,7 @@ def _disconnect(session: str) -> None:
         ray.shutdown()
 
 
-def _is_server(child: Child) -> bool:
+def _is_server(child: LocalProcess) -> bool:
     """Return whether a child of this process belongs to Ray."""
     return str(Path(ray.__file__).parent) in child.command()
 
@@ -207,14 +222,9 @@ def _print_errors_to_stderr() -> None:
 
 
 def _to_stderr(print_data: Callable[..., None], data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-    lines = [_in_short(line) for line in data["lines"]]
+    # Of Ray's page about a dead worker: which one died, and how.
+    lines = [_DEAD_WORKER.sub(r"A worker died or was killed: pid \1, \2: \3", line) for line in data["lines"]]
     print_data({**data, "lines": lines, "is_err": True}, *args, **kwargs)
-
-
-def _in_short(line: str) -> str:
-    """Return a line of Ray's; of its page about a dead worker, which one died and how."""
-    found = _DEAD_WORKER.search(line)
-    return line if found is None else f"A worker died or was killed: pid {found[1]}, {found[2]}: {found[3]}"
 
 
 def _print_log_lines_alone() -> None:
@@ -263,14 +273,14 @@ def check_disk(folder: Path) -> None:
 def check_reachable(address: str, timeout_s: float = _REACH_TIMEOUT_S) -> None:
     """Look whether a Ray listens at a cluster's address: Ray itself would try for minutes.
 
-    Ray's head speaks gRPC, which is HTTP/2: whoever does answers a greeting with a SETTINGS frame (RFC 9113, 3.4).
+    Ray's head speaks gRPC, which is HTTP/2: the answer to a greeting is a SETTINGS frame (RFC 9113, 3.4).
 
     Args:
         address: Of `host:port`; others are left to Ray.
         timeout_s: For the connection, and for the answer.
 
     Raises:
-        ResourceError: nobody is there, or somebody else.
+        ResourceError: nothing listens there, or something else than Ray.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -300,24 +310,148 @@ def _own_sigterm_handler() -> Iterator[None]:
     """
     before = signal.getsignal(signal.SIGTERM)
     logger = logging.getLogger("ray._private.worker")
-    logger.addFilter(_is_not_about_sigterm)
+    logger.addFilter(_is_not_usual)
     try:
         yield
     finally:
-        logger.removeFilter(_is_not_about_sigterm)
+        logger.removeFilter(_is_not_usual)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, _exit if before in (signal.SIG_DFL, None) else before)
 
 
-def _is_not_about_tokens(record: logging.LogRecord) -> bool:
-    """Return False for Ray's warning that a cluster asks for a token: that is how it should be."""
-    return "authentication is enabled" not in record.getMessage()
-
-
-def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
-    """Return False for Ray's warning that it cannot take over SIGTERM: that it does not is what we want."""
-    return "SIGTERM handler is not set" not in record.getMessage()
+def _is_not_usual(record: logging.LogRecord) -> bool:
+    """Return False for Ray's warnings that a cluster asks for a token, and that it does not take over SIGTERM."""
+    return not any(words in record.getMessage() for words in _USUAL_WARNINGS)
 
 
 def _exit(signal_number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signal_number)
+
+
+@contextmanager
+def given_agent_ports() -> Iterator[int]:
+    """Have Ray start with given ports for its agents while this is entered; yields one more, for `ray.init`.
+
+    A raylet starts its agents and waits 15 s, without a setting, for the ports that they choose; then it ends. Agents
+    are Python programs, whose imports take longer on a busy machine. A port that is given is not waited for, but
+    `ray.init` takes one of four, and of the others one reaches its agent and not the raylet.
+    """
+    *given, of_metrics = _free_ports(len(_AGENT_PORTS) + 1)
+    ports: dict[str, Any] = dict(zip(_AGENT_PORTS, given, strict=True))
+    start_process: Callable[..., Any] = services.start_ray_process
+
+    def start(command: list[str], process_type: str, *args: Any, **options: Any) -> Any:
+        if process_type == ray_constants.PROCESS_TYPE_RAYLET:
+            command = [*command, f"--{_OF_THE_DASHBOARD}={ports[_OF_THE_DASHBOARD]}"]
+        return start_process(command, process_type, *args, **options)
+
+    with (
+        patch.object(parameter, "RayParams", partial(parameter.RayParams, **ports)),
+        patch.object(services, "start_ray_process", start),
+    ):
+        yield of_metrics
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return ports on which nothing listens at the moment."""
+    with ExitStack() as probes:
+        found: list[int] = []
+        for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+            probe = probes.enter_context(socket.socket())
+            with suppress(OSError):  # taken
+                probe.bind(("", port))
+                found.append(port)
+                if len(found) == count:
+                    return found
+    raise OSError(f"no {count} free ports from {_PORTS.start} to {_PORTS.stop - 1}")
+
+
+class _UnwantedError(BaseException):
+    """Ends Ray's start. No Exception: after one Ray says that there is no dashboard, and goes on."""
+
+
+@contextmanager
+def gcs_waits_can_end(is_wanted: Callable[[], bool]) -> Iterator[None]:
+    """Have Ray's start wait for its gcs_server in Python while this is entered. Not for several at once.
+
+    Ray waits in its library: for the port up to 30 s while it holds the interpreter, so that a server's death is
+    noticed only then and the user's threads stand still; for what the gcs_server knows without a limit, and after 60 s
+    without one it ends the whole process.
+
+    Args:
+        is_wanted: Whether the start is still wanted; once it is not, it ends with a BaseException.
+    """
+    look: Callable[..., int] | None = getattr(node, _PORT, None)
+
+    def repeat(attempt: Callable[[], Any], not_yet: type[Exception], timeout_s: float) -> Any:
+        ends_s = time.monotonic() + timeout_s
+        while True:
+            if not is_wanted():
+                raise _UnwantedError("this start of Ray is no longer wanted")
+            try:
+                return attempt()
+            except not_yet:
+                if time.monotonic() >= ends_s:
+                    raise
+            time.sleep(_POLL_S)
+
+    def wait_for_port(*place: Any, timeout_ms: float = _PORT_S * 1000, **others: Any) -> Any:
+        assert look is not None  # else Ray does not call this
+        return repeat(lambda: look(*place, timeout_ms=0, **others), RuntimeError, timeout_ms / 1000)  # no file yet
+
+    def get(key: str | bytes, *, namespace: str | bytes | None = None) -> Any:
+        store: Any = internal_kv  # its client may change meanwhile
+        names = [name.encode() if isinstance(name, str) else name for name in (key, namespace)]
+        return repeat(lambda: store.global_gcs_client.internal_kv_get(*names, timeout=_ANSWER_S), RpcError, _GET_S)
+
+    with ExitStack() as patches:
+        for module, name, function in ((node, _PORT, wait_for_port), (internal_kv, _GET, get)):
+            if hasattr(module, name):  # not every version of Ray has each
+                patches.enter_context(patch.object(module, name, function))
+        yield
+
+
+def leave_ray_alone() -> None:
+    """Have this process, a forked child, end without using its copy of the Ray connection.
+
+    Ray's threads are the parent's: its exit hook, its objects and its library would wait for them, or crash. The exit
+    code stays as it would be.
+    """
+    atexit.unregister(ray.shutdown)
+    worker = ray._private.worker
+    for holder in (worker.global_worker, worker._global_node, ray._private.state.state, internal_kv):
+        for held in getattr(holder, "__dict__", {}).values():
+            if type(held).__module__.startswith(_LIBRARY):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))  # never freed
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):  # not everywhere, but where Ray's library is
+        libc.on_exit(libc._exit, None)  # once Python has ended, and before the library's own destructors
+
+
+def named_cluster() -> tuple[int, dict[str, float], dict[str, float]]:
+    """Connect to the cluster that RAY_ADDRESS names, look, and leave.
+
+    Returns:
+        The number of its nodes; its resources by name; those that are free.
+
+    Raises:
+        ResourceError: it cannot be reached.
+    """
+    assert os.environ.get("RAY_ADDRESS"), "without it a Ray would be started"
+    cluster = Cluster.connect()
+    try:
+        total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+        return len(alive_nodes()), total, free
+    finally:
+        cluster.disconnect()
+
+
+def local_cluster() -> str | None:
+    """Return the address of the cluster that `ray start` started on this machine, if it still answers."""
+    try:
+        address = (ray_folder() / "ray" / "ray_current_cluster").read_text().strip()
+        check_reachable(address, _LOOK_TIMEOUT_S)
+    except (OSError, ResourceError):
+        return None
+    return address or None

@@ -12,23 +12,21 @@ import zmq
 
 from raypp.actors.deadline import Deadline
 from raypp.actors.encoder_group import EncoderGroup
-from raypp.actors.lifeline import live_with
 from raypp.actors.placement import Placement
-from raypp.actors.processes import ActorProcess
+from raypp.actors.processes import ActorProcess, live_with
 from raypp.actors.stage_group import StageGroup
-from raypp.config.log import log_to_stderr
+from raypp.config.env import log_to_stderr
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine_loop import Engine
-from raypp.driver.failure_reports import FailureReports, Witness
 from raypp.driver.grammars import Grammars
 from raypp.driver.server import DriverServer, OpenRequests, open_client_socket, spare_the_collector
-from raypp.driver.stage_health import StageHealth
+from raypp.driver.stage_health import FailureReports, StageHealth, Witness
 from raypp.errors import EngineDeadError
 from raypp.grammar.grammar_threads import GrammarThreads
 from raypp.plan.engine_plan import EnginePlan
 from raypp.scheduler.scheduler import Scheduler
 from raypp.step_channel import DriverChannel
-from raypp.supervision.recovery import StartTimes
+from raypp.supervision.supervisor import StartTimes
 from raypp.tracing import DRIVER_LANE, Lane, Tracer
 
 
@@ -73,7 +71,7 @@ class DriverActor:
 
         Args:
             stages: Their actors, by index.
-            owner: Who made them.
+            owner: The process that made them.
             timeout_s: For all of it.
 
         Raises:
@@ -83,7 +81,7 @@ class DriverActor:
         self._encoders: EncoderGroup | None = None
         if self._plan.encoders.num_encoders:
             self._encoders = EncoderGroup(
-                self._plan, self._placement, self._stages.first, self._wake, self._on_encoders_end
+                self._plan, self._placement, self._stages.first, lambda: self._server.wake(), self._on_encoders_end
             )
         deadline = Deadline(timeout_s)
         processes = self._stages.processes(owner, deadline)
@@ -108,7 +106,7 @@ class DriverActor:
         channel = self._open_step_channel(num_stages)
         if self._encoders is not None:
             self._encoders.load()  # while the stages load
-        grammars = GrammarThreads(self._plan.vocabulary_source())  # likewise
+        grammars = GrammarThreads(self._plan.vocabulary_source())  # at the same time
         begun_s = time.monotonic()
         rendezvous = self._stages.load(deadline)
         loaded_s = time.monotonic()
@@ -180,16 +178,13 @@ class DriverActor:
         return [] if self._encoders is None else self._encoders.processes()
 
     def encoder_actors(self) -> list[Any]:
-        """Return the encoder actors, for those who have images encoded for themselves."""
+        """Return the encoder actors, for clients that have images encoded without a request."""
         return [] if self._encoders is None else self._encoders.actors
 
     def trace(self) -> list[Lane]:
         """Return what the driver and the stages did when; after `run`, what they had done until then."""
         with self._asking:
             return self._last_lanes or self._lanes()
-
-    def _wake(self) -> None:
-        self._server.wake()
 
     def _on_encoders_end(self, reason: str) -> None:
         if self._may_be_replaced:

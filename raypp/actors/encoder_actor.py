@@ -1,35 +1,24 @@
 """The Ray actor of one encoder. It holds an `EncoderWorker` and has no logic of its own.
 
-It may die and be made again by Ray: then it is told to `load` and `join` once more.
+Ray makes it again when it dies; then the group calls `load` and `join` again.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raypp.actors.collector import collector_paused
-from raypp.actors.lifeline import live_with
-from raypp.actors.local_device import local_device
-from raypp.actors.processes import ActorProcess
+from raypp.actors.processes import ActorProcess, collector_paused, live_with, local_device
 from raypp.models.registry import resolve_model_path
 
 if TYPE_CHECKING:
     from raypp.encoder.protocol import EncoderSpec, ItemFault, SupportsEncoderCudaGraph
     from raypp.models.config import ModelConfig
     from raypp.prompt_items import EncoderItem
-
-
-@dataclass(frozen=True)
-class EncoderReady:
-    """An encoder that has loaded its model."""
-
-    process: ActorProcess
-    budgets: tuple[int, ...]
 
 
 class EncoderActor:
@@ -48,8 +37,8 @@ class EncoderActor:
     @ray.method(max_task_retries=-1)  # it waits for a process that is just being made, as often as Ray makes one
     def load(
         self, owner: ActorProcess, spec: EncoderSpec, config: ModelConfig, model: tuple[str, str | None] | None
-    ) -> EncoderReady:
-        """Load the model and capture its graphs. From now on the process ends with its owner's.
+    ) -> ActorProcess:
+        """Load the model and capture its graphs; return this process, which from now on ends with its owner's.
 
         Args:
             owner: The driver.
@@ -76,7 +65,7 @@ class EncoderActor:
         self._device = torch.device(spec.device)
         manager = build_manager(_build_model(spec, config), spec)
         self._worker = EncoderWorker(manager, spec.cache_bytes, self._device)
-        return EncoderReady(process, self._worker.budgets)
+        return process
 
     def join(self, first_stage: Any) -> None:
         """Find the way to the first stage: to its actor."""
@@ -94,7 +83,7 @@ class EncoderActor:
             self._sender = ItemSender(self._device, CudaDevice(self._device), handle, spec.link_bytes)
 
     def live(self) -> None:
-        """Return never: the call ends when the process does, and whoever made it knows at once."""
+        """Never return: the call ends with the process, so its caller notices at once."""
         threading.Event().wait()
 
     def deliver(self, items: Sequence[EncoderItem]) -> tuple[list[ItemFault], dict[str, Any]]:
@@ -104,7 +93,7 @@ class EncoderActor:
             return self._worker.deliver(items, self._sender, self._put), self.stats()
 
     def prepare(self, items: Sequence[EncoderItem]) -> None:
-        """Encode items and keep what comes of them. What cannot be encoded is told to whoever has it delivered."""
+        """Encode items and keep what comes of them. `deliver` returns what cannot be encoded."""
         with self._lock:
             self._enter()
             self._worker.encode(items)

@@ -21,16 +21,20 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypp.actors.actor_environment import actor_environment
-from raypp.actors.deadline import Deadline
-from raypp.actors.encoder_actor import EncoderActor, EncoderReady
-from raypp.actors.placement import Placement
+from raypp.actors.deadline import Deadline, in_short, raypp_errors
+from raypp.actors.encoder_actor import EncoderActor
+from raypp.actors.placement import BundlePlace, Placement
 from raypp.actors.processes import ActorProcess, end_processes
-from raypp.actors.remote_errors import in_short, raypp_errors
-from raypp.driver.encoder_shares import EncodeCall, EncoderShares
-from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, ItemsStored, encoder_sums
+from raypp.driver.item_encoders import (
+    EncodeCall,
+    EncoderShares,
+    ItemEvent,
+    ItemFailed,
+    ItemsDropped,
+    ItemsStored,
+    encoder_sums,
+)
 from raypp.encoder.protocol import EncoderSpec, ItemFault
 from raypp.errors import EncoderDiedError, RayppError
 from raypp.plan.engine_plan import EnginePlan
@@ -50,8 +54,7 @@ class _Encoder:
     actor: Any
     spec: EncoderSpec
     process: ActorProcess | None = None
-    budgets: tuple[int, ...] = ()
-    life: int = 0  # how often it was started again: what is heard of an earlier life is old news
+    life: int = 0  # how often it was started again: answers of an earlier life are ignored
     is_gone: bool = False
     loading_since_s: float | None = None
     counted: dict[str, Any] | None = None  # when it answered last
@@ -86,8 +89,8 @@ class EncoderGroup:
         self._on_event = on_event
         self._on_end = on_end
         self._encoders = [
-            _Encoder(index, _make_actor(plan, placement, index), plan.encoders.spec(index))
-            for index in range(plan.encoders.num_encoders)
+            _Encoder(index, _make_actor(plan, placement, place), plan.encoders.spec(index))
+            for index, place in enumerate(placement.encoders)
         ]
         self._shares = EncoderShares(plan.encoders.num_encoders, plan.config.encoder.max_images_per_batch)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -120,13 +123,13 @@ class EncoderGroup:
             EngineDeadError, DeadlineError: one does not come through.
         """
         with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
-            ready: list[EncoderReady] = ray.get(self._loads, timeout=deadline.remaining_s)
+            processes: list[ActorProcess] = ray.get(self._loads, timeout=deadline.remaining_s)
             ray.get(
                 [encoder.actor.join.remote(self._first_stage) for encoder in self._encoders],
                 timeout=deadline.remaining_s,
             )
-        for encoder, about in zip(self._encoders, ready, strict=True):
-            encoder.process, encoder.budgets = about.process, about.budgets
+        for encoder, process in zip(self._encoders, processes, strict=True):
+            encoder.process = process
             self._tasks.put(partial(self._up, encoder))
         self._thread.start()
 
@@ -136,7 +139,12 @@ class EncoderGroup:
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Have the first stage drop embeddings. Does not wait."""
-        self._tasks.put(partial(self._drop, keys))
+
+        def dropped(answer: Future[Any]) -> None:
+            if answer.exception() is None:  # else the first stage is dead, and the engine with it
+                self._tell([ItemsDropped(keys)])
+
+        self._tasks.put(lambda: self._when_done(self._first_stage.drop_items.remote(keys), dropped))
 
     def poll(self) -> list[ItemEvent]:
         """Return what happened since the last call."""
@@ -162,7 +170,7 @@ class EncoderGroup:
 
     @property
     def actors(self) -> list[Any]:
-        """The actors, for those who have images encoded for themselves."""
+        """The actors, for clients that have images encoded without a request."""
         return [encoder.actor for encoder in self._encoders]
 
     def processes(self) -> list[ActorProcess]:
@@ -238,7 +246,7 @@ class EncoderGroup:
 
     def _lost(self, encoder: _Encoder, error: BaseException) -> None:
         """Deal with an encoder that died, or whose device failed."""
-        logger.warning("encoder %d failed, and is started again: %s", encoder.index, in_short_of(error))
+        logger.warning("encoder %d failed, and is started again: %s", encoder.index, in_short(error))
         encoder.life += 1
         with self._lock:  # nothing is counted twice
             if encoder.counted is not None:
@@ -246,7 +254,7 @@ class EncoderGroup:
                 encoder.counted = None
         encoder.called_at_s.clear()
         given_up = self._shares.note_down(encoder.index)
-        self._fail(given_up, EncoderDiedError("an encoder died repeatedly on this image", got=in_short_of(error)))
+        self._fail(given_up, EncoderDiedError("an encoder died repeatedly on this image", got=in_short(error)))
         if not isinstance(error, ray.exceptions.RayActorError):
             self._end(encoder)  # it lives, but its device does not
         self._start_again(encoder)
@@ -264,7 +272,7 @@ class EncoderGroup:
             if (error := answer.exception()) is not None:
                 self._give_up(encoder, error)  # Ray does not make it again, or it cannot load what it could before
             elif encoder.life == life:
-                encoder.process = answer.result().process
+                encoder.process = answer.result()
                 self._ask(encoder, encoder.actor.join.remote(self._first_stage), partial(self._joined, encoder))
 
         self._when_done(self._load(encoder), loaded)
@@ -281,18 +289,11 @@ class EncoderGroup:
         self._call()
 
     def _give_up(self, encoder: _Encoder, error: BaseException) -> None:
-        logger.error("encoder %d cannot be started again: %s", encoder.index, in_short_of(error))
+        logger.error("encoder %d cannot be started again: %s", encoder.index, in_short(error))
         encoder.is_gone, encoder.loading_since_s = True, None
         if all(one.is_gone for one in self._encoders):
-            self._on_end(in_short_of(error))
+            self._on_end(in_short(error))
         self._call()
-
-    def _drop(self, keys: Sequence[bytes]) -> None:
-        self._when_done(self._first_stage.drop_items.remote(keys), partial(self._dropped, keys))
-
-    def _dropped(self, keys: Sequence[bytes], answer: Future[Any]) -> None:
-        if answer.exception() is None:  # else the first stage is dead, and the engine with it
-            self._tell([ItemsDropped(keys)])
 
     def _check_silence(self) -> None:
         """End an encoder that takes too long: Ray does not see that a process stands still."""
@@ -311,7 +312,7 @@ class EncoderGroup:
     def _end(self, encoder: _Encoder) -> None:
         ray.kill(encoder.actor, no_restart=False)
         if encoder.process is not None:
-            end_processes([encoder.process], _KILL_S)  # a stopped process does not hear Ray
+            end_processes([encoder.process], _KILL_S)  # Ray cannot end a stopped process
 
     def _fail(self, items: Sequence[EncoderItem], error: RayppError) -> None:
         self._tell([ItemFailed(item.key, error) for item in items])
@@ -327,21 +328,11 @@ class EncoderGroup:
         ref.future().add_done_callback(lambda answer: self._tasks.put(partial(then, answer)))
 
 
-def _make_actor(plan: EnginePlan, placement: Placement, index: int) -> Any:
-    place, resources = placement.encoders[index], plan.encoders.resources
-    options: dict[str, Any] = {
-        "num_cpus": resources["CPU"],
-        "num_gpus": resources.get("GPU", 0),
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement.group, placement_group_bundle_index=place.bundle_index
-        ),
-        "max_concurrency": 8,  # calls beside the one that encodes: figures, and those who ask for themselves
-        "max_restarts": plan.config.encoder.max_encoder_restarts,
-        **actor_environment(on_gpu="GPU" in resources),
-    }
+def _make_actor(plan: EnginePlan, placement: Placement, place: BundlePlace) -> Any:
+    options = placement.options_of(
+        place,
+        plan.encoders.resources,
+        max_concurrency=8,  # calls beside the one that encodes: figures, and clients that call the actors themselves
+        max_restarts=plan.config.encoder.max_encoder_restarts,
+    )
     return ray.remote(EncoderActor).options(**options).remote()
-
-
-def in_short_of(error: BaseException) -> str:
-    """Return the beginning of what went wrong."""
-    return in_short(error) if isinstance(error, Exception) else repr(error)

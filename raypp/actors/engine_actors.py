@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray import cloudpickle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypp.actors.cluster import Cluster
-from raypp.actors.cluster_hardware import hardware_of_stages, may_be_elsewhere
-from raypp.actors.deadline import Deadline
+from raypp.actors.deadline import Deadline, raypp_errors
 from raypp.actors.engine_life import EngineLife
+from raypp.actors.placement import alive_nodes, check_capacity
 from raypp.actors.stage_pool import StagePool
 from raypp.config.engine_config import EngineConfig
-from raypp.errors import EngineDeadError, RayppError
+from raypp.errors import ConfigError
 from raypp.plan.engine_plan import EnginePlan, plan_engine
+from raypp.plan.graph_plan import max_step_rows
 from raypp.plan.hardware import Hardware
+from raypp.plan.layer_partition import prompt_tokens_of_step
+from raypp.sampling_params import SamplingParams
 from raypp.supervision.supervised_engine import SupervisedEngine
 
 if TYPE_CHECKING:
+    from raypp.plan.measure import Tuning
     from raypp.stage.build_stage import StageFactory
 
 _RESTART_END_S = 5.0  # for a restart to notice that the engine is being closed, besides what it ends
 
 logger = logging.getLogger(__name__)
-
-
-def describe_engine(config: EngineConfig) -> dict[str, Any]:
-    """Return the resolved configuration, the plan of layers and memory, and the hardware. Starts nothing.
-
-    Raises:
-        ConfigError, ModelLoadError, ResourceError: it could not run.
-    """
-    hardware = Hardware.of_this_machine()
-    plan = plan_engine(config, hardware)
-    return {
-        "config": plan.resolved_config().model_dump(mode="json"),
-        "plan": plan.describe(),
-        "hardware": asdict(hardware),
-    }
 
 
 def launch_engine(config: EngineConfig, *, stage_factory: StageFactory | None = None) -> EngineHandle:
@@ -108,7 +100,7 @@ class EngineHandle(SupervisedEngine[EngineLife]):
         self._pool = pool
         self._close_lock = threading.Lock()
         self._is_closed = False
-        super().__init__(plan, life, obstacle=self._obstacle, on_end=self._end_all)
+        super().__init__(plan, life, obstacle=cluster.death, on_end=self._end_all)
 
     def processes(self) -> dict[str, Any]:
         """Return {"driver": pid, "stages": [pid, ...], "encoders": [...]}; of the last life while none runs."""
@@ -173,14 +165,6 @@ class EngineHandle(SupervisedEngine[EngineLife]):
         self._plan, self._hardware = plan_engine(config, hardware), hardware
         return self._plan
 
-    def _obstacle(self) -> RayppError | None:
-        """Return what is wrong with this process's own Ray, without which there is no other engine."""
-        try:
-            self._cluster.check()
-        except EngineDeadError as error:
-            return error
-        return None
-
 
 @contextmanager
 def _ended_on_error(life: EngineLife) -> Iterator[None]:
@@ -190,3 +174,88 @@ def _ended_on_error(life: EngineLife) -> Iterator[None]:
     except BaseException:
         life.end()
         raise
+
+
+def may_be_elsewhere(config: EngineConfig, here: Hardware) -> bool:
+    """Return whether stages may want GPUs that this machine lacks and a running cluster could have."""
+    has_cluster = ray.is_initialized() or bool(os.environ.get("RAY_ADDRESS"))
+    return has_cluster and config.parallel.device != "cpu" and not here.num_gpus
+
+
+def hardware_of_stages(here: Hardware, deadline: Deadline) -> Hardware:
+    """Return the GPUs of the cluster's nodes, all of them and the memory of the smallest; `here` if there are none.
+
+    Raises:
+        DeadlineError, EngineDeadError: a node does not say.
+    """
+    with_gpus = [node.node_id for node in alive_nodes() if node.resources.get("GPU")]
+    # The tasks reserve nothing, so that GPUs that are busy are read, too.
+    asked = [
+        ray.remote(Hardware.of_this_machine)
+        .options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+        .remote()
+        for node_id in with_gpus
+    ]
+    with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
+        nodes: list[Hardware] = ray.get(asked, timeout=deadline.remaining_s)
+    usable = smallest_of([node for node in nodes if node.num_gpus])
+    return usable or replace(here, num_unusable_gpus=max(node.num_unusable_gpus for node in [here, *nodes]))
+
+
+def smallest_of(nodes: list[Hardware]) -> Hardware | None:
+    """Return what can be counted on wherever a stage comes to lie: all GPUs, but the smallest memory and capability."""
+    if not nodes:
+        return None
+    weakest = min(nodes, key=lambda node: node.gpu_memory_bytes)
+    return Hardware(
+        num_cpu_cores=min(node.num_cpu_cores for node in nodes),
+        memory_bytes=min(node.memory_bytes for node in nodes),
+        num_gpus=sum(node.num_gpus for node in nodes),
+        gpu_name=weakest.gpu_name,
+        gpu_memory_bytes=weakest.gpu_memory_bytes,
+        gpu_capability=min(node.gpu_capability for node in nodes),
+        num_machines=len(nodes),
+    )
+
+
+def tune_engine(
+    config: EngineConfig, *, num_rows: int | None = None, context_len: int | None = None, temperature: float = 1.0
+) -> Tuning:
+    """Measure the configured model on one stage's device, in a process that Ray places like a stage; cut its layers.
+
+    Args:
+        config: Which model, how many stages, what a stage asks Ray for, and how many prompt tokens there are for every
+            token of an answer: as many are computed in each step.
+        num_rows: Of a decode step; None: the most that a step of this configuration holds.
+        context_len: Tokens of each row; None: what they have when the KV cache is half full.
+        temperature: Of the sampling; 0 is greedy.
+
+    Raises:
+        ConfigError, ModelLoadError, ResourceError: it cannot run, or not at this size.
+        DeadlineError: it took longer than start_timeout_s.
+    """
+    from raypp.plan.measure import default_context_len, measure_costs, tune_partition  # with torch
+
+    deadline = Deadline(config.faults.start_timeout_s)
+    plan, hardware, cluster = connect_and_plan(config, deadline)
+    try:
+        num_rows = num_rows or max_step_rows(config)
+        context_len = context_len or default_context_len(plan, num_rows)
+        if min(num_rows, context_len) < 1:
+            raise ConfigError("nothing can be measured", got=f"{num_rows} rows of {context_len} tokens")
+        resources = plan.stage_resources()
+        check_capacity(alive_nodes(), [resources], "pack")
+        measure: Any = measure_costs  # Ray's types know no keywords
+        task = ray.remote(measure).options(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), max_retries=0)
+        with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
+            measuring = task.remote(
+                plan,
+                num_rows=num_rows,
+                context_len=context_len,
+                params=SamplingParams(temperature=temperature),
+                num_prompt_tokens=prompt_tokens_of_step(config, num_rows),
+            )
+            measured = ray.get(measuring, timeout=deadline.remaining_s)
+    finally:
+        cluster.disconnect()
+    return tune_partition(plan, hardware, measured)

@@ -1,4 +1,4 @@
-"""One life of an engine on Ray: starts its actors, notices when they die, and sees to it that nothing is left."""
+"""One life of an engine on Ray: starts its actors, notices when they die, and leaves none of them behind."""
 
 from __future__ import annotations
 
@@ -16,18 +16,15 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypp.actors.actor_environment import actor_environment
 from raypp.actors.cluster import Cluster
-from raypp.actors.deadline import Deadline
+from raypp.actors.deadline import Deadline, raypp_errors
 from raypp.actors.driver_actor import DriverActor
-from raypp.actors.placement import Placement, alive_nodes, reserve, reserve_when_there_is_room
-from raypp.actors.processes import ActorProcess, end_here, end_processes
-from raypp.actors.remote_errors import raypp_errors
+from raypp.actors.placement import Placement, actor_environment, alive_nodes, reserve, reserve_when_there_is_room
+from raypp.actors.processes import ActorProcess, StoppedProcesses, end_here, end_processes
 from raypp.actors.stage_pool import StagePool
-from raypp.actors.stopped_processes import StoppedProcesses
 from raypp.errors import EngineDeadError, RayppError, StageDiedError
 from raypp.plan.engine_plan import EnginePlan
-from raypp.supervision.recovery import StartTimes
+from raypp.supervision.supervisor import StartTimes
 from raypp.tracing import write_chrome_trace
 
 _ANSWER_S = 2.0
@@ -35,7 +32,7 @@ _WATCH_S = 1.0
 _POLL_S = 0.1
 _STAND_BY_S = 2.0  # for a stage's loop and device to end what they are at
 _PATIENCE_S = 0.5  # for processes to go when Ray ends them at once
-_LAST_TRACE_S = 2.0  # of a life that has died; everybody waits meanwhile
+_LAST_TRACE_S = 2.0  # of a life that has died; all requests wait meanwhile
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +62,7 @@ class EngineLife:
             plan: Of the engine.
             cluster: Where it runs.
             pool: Makes its stages, and keeps them for the next one.
-            is_wanted: Asked again and again while it starts. Once it says no, the start ends with EngineDeadError.
+            is_wanted: Called repeatedly while it starts. Once it returns False, the start ends with EngineDeadError.
             number: Which of the engine's lives it is.
             may_be_last: Whether no other one will follow.
         """
@@ -204,8 +201,10 @@ class EngineLife:
                 if self._cluster.is_useful():
                     self._end_actors(in_order=in_order)
                 self._end_processes(in_order=in_order)
-            finally:
-                self._end_watchers()
+            finally:  # a watcher that asked Ray for the driver after the end would start another Ray
+                for watcher in self._watchers:
+                    if watcher is not threading.current_thread():
+                        watcher.join(_WATCH_S + _ANSWER_S)
 
     def _current_encoders(self) -> list[ActorProcess]:
         """Return the encoders' processes: those of now, if the driver still answers."""
@@ -227,7 +226,8 @@ class EngineLife:
             return ray.get(answer, timeout=0)
 
     def _check(self) -> None:
-        self._cluster.check()
+        if (error := self._cluster.death()) is not None:
+            raise error
         if not self._is_wanted():
             raise EngineDeadError("the engine was closed", hint="start a new engine")
         self._check_stopped()
@@ -266,7 +266,7 @@ class EngineLife:
                 ray.kill(self._driver)
 
     def _end_processes(self, *, in_order: bool) -> None:
-        """Make sure that the engine's processes are gone: without a Ray, those on this node, which nobody has told."""
+        """Make sure that the engine's processes are gone: without a Ray, those on this node, which Ray did not end."""
         timeout_s = self._plan.config.faults.close_timeout_s
         driver = [self._driver_process] if self._driver_process is not None else []
         processes = [*driver, *self._encoder_processes]
@@ -281,17 +281,14 @@ class EngineLife:
 
     def _death(self, has_driver_ended: bool) -> RayppError | None:
         """Return what the engine died of, if it did."""
-        try:
-            self._cluster.check()
-        except EngineDeadError as error:
+        if (error := self._cluster.death()) is not None or not has_driver_ended:
             return error
-        return _death_of(self._run) if has_driver_ended else None
-
-    def _end_watchers(self) -> None:
-        """Wait until nobody asks Ray for the driver any more: one that did so after the end would start another Ray."""
-        for watcher in self._watchers:
-            if watcher is not threading.current_thread():
-                watcher.join(_WATCH_S + _ANSWER_S)
+        try:
+            with _errors_of_the_driver("its end"):
+                ray.get(self._run)
+        except RayppError as error:
+            return error
+        return EngineDeadError("the driver ended by itself")
 
     def _write_trace(self, deadline: Deadline, *, was_closed: bool) -> None:
         """Have the trace written, as far as it still can be: of a life that has died, to a file with its number."""
@@ -308,15 +305,6 @@ class EngineLife:
 def numbered(path: Path, number: int) -> Path:
     """Return the path of one of several files: trace.json becomes trace-2.json."""
     return path.with_name(f"{path.stem}-{number}{path.suffix}")
-
-
-def _death_of(run: Any) -> RayppError:
-    try:
-        with _errors_of_the_driver("its end"):
-            ray.get(run)
-    except RayppError as error:
-        return error
-    return EngineDeadError("the driver ended by itself")
 
 
 @contextmanager

@@ -26,8 +26,10 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypp.actors.deadline import Deadline
+from raypp.config.env import passed_on
 from raypp.config.sections import Placement as PlacementStrategy
 from raypp.errors import ResourceError
 
@@ -40,6 +42,10 @@ _ANY_NUMBER = 1 << 20
 _ROUNDING = 1e-6  # Ray counts resources in ten-thousandths
 
 logger = logging.getLogger(__name__)
+
+_ON_GPU = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "RAY_worker_niceness": "0"}
+"""For actors on GPUs: they map the memory of their neighbours' GPUs, and run at the priority of other processes (15 is
+what a cluster gives them; a Ray of raypp's own gives all actors 0)."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class StagePlace:
+class BundlePlace:
     """Where one stage, or one encoder, runs."""
 
     bundle_index: int
@@ -70,8 +76,8 @@ class Placement:
 
     group: PlacementGroup
     driver_node_id: str
-    stages: tuple[StagePlace, ...]  # by stage index
-    encoders: tuple[StagePlace, ...]  # by encoder index
+    stages: tuple[BundlePlace, ...]  # by stage index
+    encoders: tuple[BundlePlace, ...]  # by encoder index
     hosts: Mapping[str, str]  # the address of each node, as the others know it
 
     @property
@@ -83,6 +89,21 @@ class Placement:
     def node_ids(self) -> set[str]:
         """The nodes of stages and encoders."""
         return {place.node_id for place in (*self.stages, *self.encoders)}
+
+    def options_of(
+        self, place: BundlePlace, resources: Mapping[str, float], *, max_concurrency: int, max_restarts: int = 0
+    ) -> dict[str, Any]:
+        """Return Ray's options for an actor in a bundle that reserves `resources`."""
+        return {
+            "num_cpus": resources["CPU"],
+            "num_gpus": resources.get("GPU", 0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self.group, placement_group_bundle_index=place.bundle_index
+            ),
+            "max_concurrency": max_concurrency,
+            "max_restarts": max_restarts,
+            **actor_environment(on_gpu="GPU" in resources),
+        }
 
     def host_of(self, node_id: str) -> str:
         """Return the address at which an engine's processes on a node are reached: loopback when all are there."""
@@ -124,7 +145,7 @@ def reserve(
         group,
         here,
         stages=order_stages(stage_bundles, here),
-        encoders=tuple(StagePlace(index, node_of_bundle[index]) for index in range(num_stages, len(bundles))),
+        encoders=tuple(BundlePlace(index, node_of_bundle[index]) for index in range(num_stages, len(bundles))),
         hosts={node.node_id: node.host for node in nodes},
     )
 
@@ -212,12 +233,12 @@ def check_capacity(nodes: Sequence[Node], bundles: Sequence[Mapping[str, float]]
         )
 
 
-def order_stages(node_of_bundle: Mapping[int, str], first_node_id: str) -> tuple[StagePlace, ...]:
+def order_stages(node_of_bundle: Mapping[int, str], first_node_id: str) -> tuple[BundlePlace, ...]:
     """Return the stages' places: the bundles of one node side by side, those of `first_node_id` at the front."""
     nodes = list(dict.fromkeys(node_of_bundle[index] for index in sorted(node_of_bundle)))
     nodes.sort(key=lambda node_id: node_id != first_node_id)  # stable
     bundles = sorted(node_of_bundle, key=lambda index: (nodes.index(node_of_bundle[index]), index))
-    return tuple(StagePlace(index, node_of_bundle[index]) for index in bundles)
+    return tuple(BundlePlace(index, node_of_bundle[index]) for index in bundles)
 
 
 def _reserve_on_node(
@@ -293,3 +314,9 @@ def _removed_on_error(group: PlacementGroup) -> Iterator[None]:
 def _free() -> dict[str, Any]:
     free: dict[str, Any] = ray.available_resources()  # type: ignore[no-untyped-call]
     return {name: amount for name, amount in free.items() if not name.startswith("node:")}
+
+
+def actor_environment(*, on_gpu: bool = False) -> dict[str, Any]:
+    """Return options of an actor; none where nothing is set, so that a process that Ray keeps ready can be used."""
+    variables = passed_on() | (_ON_GPU if on_gpu else {})
+    return {"runtime_env": {"env_vars": variables}} if variables else {}

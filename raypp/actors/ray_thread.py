@@ -2,7 +2,7 @@
 
 A thread of its own, for three reasons. Ray's servers die with the thread that started them (PR_SET_PDEATHSIG), which
 may be a short-lived one of the user's. Ray waits for servers that have died or stand still, for half a minute or for
-ever: whoever asked for the start or the end is then told, and goes on. And the servers are found as children.
+ever: the caller of the start or the end gets an error instead and goes on. And the servers are found as children.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from raypp.actors.local_process import Child, LocalProcess, await_end, children_of, with_descendants
+from raypp.actors.processes import LocalProcess, await_end, children_of, with_descendants
 from raypp.errors import EngineDeadError, ResourceError
 
 _VITAL = ("gcs_server", "raylet")  # without these nothing goes on; by the names of their programs
@@ -40,7 +40,7 @@ class _Server:
     log_folder: Path | None
 
     @classmethod
-    def of(cls, child: Child) -> _Server:
+    def of(cls, child: LocalProcess) -> _Server:
         found = _LOG_FOLDER.search(child.command())
         return cls(child.name, None if found is None else Path(found[1]))
 
@@ -68,7 +68,7 @@ class RayThread:
         self,
         connect: Callable[[Callable[[], bool]], str],
         disconnect: Callable[[str], object],
-        is_server: Callable[[Child], bool],
+        is_server: Callable[[LocalProcess], bool],
     ) -> None:
         """Know what to do.
 
@@ -82,7 +82,7 @@ class RayThread:
         self._disconnect = disconnect
         self._is_server = is_server
         self.name = ""  # of the connection, once there is one
-        self._earlier = {child.process for child in children_of(os.getpid())}
+        self._earlier = set(children_of(os.getpid()))
         self._vital: dict[LocalProcess, _Server] = {}
         self._started: set[LocalProcess] = set()  # servers and what descends from them, also when these are orphans
         self._error: BaseException | None = None
@@ -119,18 +119,15 @@ class RayThread:
         """Return whether there is a connection, and no server has died."""
         return bool(self.name) and not self._leaving.is_set() and self._dead_server() is None
 
-    def check(self) -> None:
-        """Look after the servers that were started here.
-
-        Raises:
-            EngineDeadError: one has died.
-        """
-        if (dead := self._dead_server()) is not None:
-            raise EngineDeadError(
-                f"Ray's {dead.name} died, and the engine with it",
-                got=dead.last_error(),
-                hint=f"start a new engine: it starts another Ray; the cause may be in {dead.logs()}",
-            )
+    def death(self) -> EngineDeadError | None:
+        """Return the error of a server that was started here and has died; None: there is none."""
+        if (dead := self._dead_server()) is None:
+            return None
+        return EngineDeadError(
+            f"Ray's {dead.name} died, and the engine with it",
+            got=dead.last_error(),
+            hint=f"start a new engine: it starts another Ray; the cause may be in {dead.logs()}",
+        )
 
     def stop(self, timeout_s: float) -> bool:
         """Disconnect; servers that do not let go are killed. Return whether the connection has ended.
@@ -163,7 +160,7 @@ class RayThread:
         self._ended.set()
 
     def _attend(self) -> None:
-        """Wait until nobody needs Ray any more, or it is of no use."""
+        """Wait until Ray is no longer needed, or one of its servers has died."""
         while not self._leaving.wait(_NOTICE_S):
             if self._dead_server() is not None:
                 self._find_started()
@@ -172,8 +169,8 @@ class RayThread:
 
     def _find_vital(self) -> None:
         for child in self._new_children():
-            if child.name in _VITAL and child.process not in self._vital:
-                self._vital[child.process] = _Server.of(child)
+            if child.name in _VITAL and child not in self._vital:
+                self._vital[child] = _Server.of(child)
 
     def _dead_server(self) -> _Server | None:
         if self._leaving.is_set():
@@ -181,8 +178,7 @@ class RayThread:
         return next((server for process, server in self._vital.items() if not process.is_alive()), None)
 
     def _find_started(self) -> None:
-        servers = [child.process for child in self._new_children() if self._is_server(child)]
-        self._started.update(with_descendants(servers))
+        self._started.update(with_descendants([child for child in self._new_children() if self._is_server(child)]))
 
     def _kill_started(self) -> None:
         self._find_started()
@@ -190,5 +186,5 @@ class RayThread:
             process.kill()
         await_end(self._started, _KILLED_S)
 
-    def _new_children(self) -> list[Child]:
-        return [child for child in children_of(os.getpid()) if child.process not in self._earlier]
+    def _new_children(self) -> list[LocalProcess]:
+        return [child for child in children_of(os.getpid()) if child not in self._earlier]

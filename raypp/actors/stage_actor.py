@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING
 
 from ray import cloudpickle
 
-from raypp.actors.collector import collector_paused
 from raypp.actors.deadline import Deadline
-from raypp.actors.lifeline import live_with
-from raypp.actors.local_device import local_device
-from raypp.actors.processes import ActorProcess
-from raypp.config.log import log_to_stderr
+from raypp.actors.processes import ActorProcess, collector_paused, live_with, local_device
+from raypp.config.env import log_to_stderr
 from raypp.models.registry import resolve_draft_head_path, resolve_model_path
 from raypp.plan.hardware import Hardware
 from raypp.stage.failure import name_failure
@@ -40,17 +37,6 @@ if TYPE_CHECKING:
 
 _MODULES = ("raypp.stage.build_stage", "raypp.stage.loop", "raypp.encoder.delivery", "raypp.transport.ipc.cuda_device")
 _MODULES_FOR_GPUS = ("raypp.ops.cuda.cuda_kernels", "raypp.ops.cuda.kernel_token_choice", "flashinfer")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageAddresses:
-    """Where a stage finds the others."""
-
-    own_host: str  # of its node, as its neighbours reach it
-    rendezvous: Rendezvous | None  # where the stages meet; None for a single one
-    plan_address: str
-    result_address: str
-    server_key: bytes | None  # of the step channel
 
 
 @dataclass(frozen=True)
@@ -83,7 +69,7 @@ class StageActor:
         self._rendezvous: RendezvousServer | None = None
         self._process: ActorProcess | None = None
         self._model: StageModel | None = None
-        self._connected: tuple[Stage, StageChannel] | None = None  # until it is closed, by whoever takes it
+        self._connected: tuple[Stage, StageChannel] | None = None  # until it is closed
         self._has_failed = False  # by itself, or in the middle of something
         self._is_leaving = threading.Event()
         self._is_idle = threading.Event()
@@ -121,8 +107,26 @@ class StageActor:
             return self._rendezvous.address
         return None
 
-    def connect(self, addresses: StageAddresses, timeout_s: float) -> StageRecordings:
-        """Open the links to the neighbours and the step channel to the driver; return what was recorded."""
+    def connect(
+        self,
+        timeout_s: float,
+        *,
+        own_host: str,
+        rendezvous: Rendezvous | None,
+        plan_address: str,
+        result_address: str,
+        server_key: bytes | None,
+    ) -> StageRecordings:
+        """Open the links to the neighbours and the step channel to the driver; return what was recorded.
+
+        Args:
+            timeout_s: How long the stages may take to meet.
+            own_host: Of this node, as the neighbours reach it.
+            rendezvous: Where the stages meet; None for a single one.
+            plan_address: Of the driver's step channel.
+            result_address: Of the same.
+            server_key: Of the same.
+        """
         import torch
 
         from raypp.encoder.delivery import ItemReceiver
@@ -140,8 +144,8 @@ class StageActor:
                 self._config,
                 self._model,
                 self._tracer,
-                rendezvous=addresses.rendezvous,
-                own_host=addresses.own_host,
+                rendezvous=rendezvous,
+                own_host=own_host,
                 open_timeout_s=timeout_s,
             )
             self._device = torch.device(self._spec.device)
@@ -150,10 +154,10 @@ class StageActor:
                 self._rendezvous.close()
             channel = StageChannel(
                 self._spec.stage_index,
-                addresses.plan_address,
-                addresses.result_address,
+                plan_address,
+                result_address,
                 num_stages=self._spec.num_stages,
-                server_key=addresses.server_key,
+                server_key=server_key,
             )
             self._connected = stage, channel
         return stage.recordings
@@ -244,7 +248,7 @@ class StageActor:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Count as failed unless all of it is done: nobody knows what half of it leaves behind."""
+        """Count as failed unless all of it is done: half of it may leave anything behind."""
         self._has_failed = True
         yield
         self._has_failed = False

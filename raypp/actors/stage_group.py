@@ -11,12 +11,10 @@ from typing import Any
 
 import ray
 
-from raypp.actors.deadline import Deadline
+from raypp.actors.deadline import Deadline, in_short
 from raypp.actors.placement import Placement
 from raypp.actors.processes import ActorProcess
-from raypp.actors.remote_errors import in_short
-from raypp.actors.stage_actor import StageAddresses
-from raypp.driver.failure_reports import BLAME_S, FailureReports, Witness
+from raypp.driver.stage_health import BLAME_S, FailureReports, Witness
 from raypp.errors import DeadlineError, RayppError, StageDiedError
 from raypp.plan.engine_plan import EnginePlan
 from raypp.stage.failure import name_failure
@@ -31,7 +29,7 @@ class StageGroup:
     """All stage actors of an engine."""
 
     def __init__(self, plan: EnginePlan, placement: Placement, actors: Sequence[Any]) -> None:
-        """Take over the actors, by stage index; who made them ends them."""
+        """Take over the actors, by stage index; their owner ends them."""
         self._placement = placement
         self._last_trace_s = plan.config.faults.close_timeout_s * _LAST_TRACE_SHARE
         self._start_timeout_s = plan.config.faults.start_timeout_s  # of which a deadline here is the rest
@@ -79,14 +77,12 @@ class StageGroup:
         """
         connecting = [
             actor.connect.remote(
-                StageAddresses(
-                    own_host=host,
-                    rendezvous=rendezvous,
-                    plan_address=plan_address,
-                    result_address=result_address,
-                    server_key=server_key,
-                ),
                 deadline.remaining_s,
+                own_host=host,
+                rendezvous=rendezvous,
+                plan_address=plan_address,
+                result_address=result_address,
+                server_key=server_key,
             )
             for actor, host, plan_address in zip(self._actors, self._hosts(), plan_addresses, strict=True)
         ]
@@ -101,8 +97,8 @@ class StageGroup:
         """Start the stages' loops, and watch them from a thread.
 
         Args:
-            heartbeat_s: How often the driver hears from a stage.
-            silence_timeout_s: How long a stage believes in a driver that it does not hear.
+            heartbeat_s: How often a stage sends a heartbeat to the driver.
+            silence_timeout_s: How long a stage goes on without a message from the driver.
             on_failure: Called in that thread for every loop that ends with an error.
         """
         self._runs = [actor.run.remote(heartbeat_s, silence_timeout_s) for actor in self._actors]
@@ -129,7 +125,7 @@ class StageGroup:
         return [self._placement.host_of(place.node_id) for place in self._placement.stages]
 
     def _gather(self, refs: Sequence[Any], doing: str, deadline: Deadline) -> list[Any]:
-        """Return what all stages answered, or raise the error of the one that is to blame."""
+        """Return what all stages answered, or raise the error of the stage that is the cause."""
         waiting, failures = list(refs), FailureReports()
         while waiting:
             timeout_s = deadline.remaining_s if failures.best is None else BLAME_S

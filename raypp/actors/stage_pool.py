@@ -1,7 +1,7 @@
 """The stage actors of an engine, on its owner's side: they outlive a driver, and those that are sound serve the next.
 
-    a life dies     whose loop ends in time, and who did not fail by itself, stands by with process, GPU and weights;
-                    everybody else is killed
+    a life dies     a stage whose loop ends in time and that did not fail stands by, with process, GPU and weights;
+                    all others are killed
     the next one    gets those that stand by, where plan and place are the same, and new ones for the others
 
 The bundles are kept, too, as long as all their nodes live.
@@ -17,11 +17,9 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypp.actors.actor_environment import actor_environment
 from raypp.actors.deadline import in_time
-from raypp.actors.placement import Placement, StagePlace, alive_nodes
+from raypp.actors.placement import BundlePlace, Placement, alive_nodes
 from raypp.actors.processes import ActorProcess, end_processes
 from raypp.actors.stage_actor import NodeShare, StageActor
 from raypp.plan.engine_plan import EnginePlan
@@ -40,7 +38,7 @@ class _Pooled:
 
     actor: Any
     spec: StageSpec
-    place: StagePlace
+    place: BundlePlace
     process: ActorProcess | None = None
 
 
@@ -116,8 +114,7 @@ class StagePool:
         asked = {pooled.actor.stand_by.remote(timeout_s): pooled for pooled in awake}
         answered = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s + _ANSWER_S)[0] if asked else []
         kept = [asked[ref] for ref in answered if _is_true(ref)]
-        gone = [pooled for pooled in self._pooled if pooled not in kept]
-        _end(gone, timeout_s)
+        _end([pooled for pooled in self._pooled if pooled not in kept], timeout_s)
         self._pooled = kept
 
     def end(self, timeout_s: float, *, has_ray: bool = True) -> None:
@@ -159,25 +156,17 @@ def _is_true(ref: Any) -> bool:
 
 
 def _make_actor(
-    plan: EnginePlan, placement: Placement, place: StagePlace, spec: StageSpec, factory: bytes | None
+    plan: EnginePlan, placement: Placement, place: BundlePlace, spec: StageSpec, factory: bytes | None
 ) -> Any:
-    resources = plan.stage_resources()
-    options: dict[str, Any] = {
-        "num_cpus": resources["CPU"],
-        "num_gpus": resources.get("GPU", 0),
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement.group, placement_group_bundle_index=place.bundle_index
-        ),
-        # run, trace, to stand by, one to spare, and what encoders bring
-        "max_concurrency": 4 + plan.encoders.num_encoders,
-        "max_restarts": 0,
-        **actor_environment(on_gpu="GPU" in resources),
-    }
-    actor = ray.remote(_named(spec.stage_index)).options(**options)
-    return actor.remote(spec, plan.model, factory, _node_share(plan, placement, place))
+    # run, trace, to stand by, one to spare, and what encoders bring
+    max_concurrency = 4 + plan.encoders.num_encoders
+    options = placement.options_of(place, plan.stage_resources(), max_concurrency=max_concurrency)
+    # Under a name with the stage's index, which `ps` and Ray's tools show.
+    named = type(f"{StageActor.__name__}{spec.stage_index}", (StageActor,), {})
+    return ray.remote(named).options(**options).remote(spec, plan.model, factory, _node_share(plan, placement, place))
 
 
-def _node_share(plan: EnginePlan, placement: Placement, place: StagePlace) -> NodeShare | None:
+def _node_share(plan: EnginePlan, placement: Placement, place: BundlePlace) -> NodeShare | None:
     """Return what a stage on another node decides there; None when the plan was made for the node that it is on."""
     if placement.is_on_one_node:
         return None
@@ -185,8 +174,3 @@ def _node_share(plan: EnginePlan, placement: Placement, place: StagePlace) -> No
     neighbours = sum(other.node_id == place.node_id for other in placement.stages)
     model = plan.config.model
     return NodeShare(model.model, model.revision, neighbours if parallel.stage_num_threads is None else None)
-
-
-def _named(stage_index: int) -> type[StageActor]:
-    """Return the actor's class under a name with the stage's index, which `ps` and Ray's tools show."""
-    return type(f"{StageActor.__name__}{stage_index}", (StageActor,), {})

@@ -41,7 +41,7 @@ from raypp.messages import OutputBatch
 from raypp.prompt_items import unique_items
 from raypp.request import Request
 from raypp.request_memory import REQUEST_BYTES, RequestMemory
-from raypp.supervision.recovery import Recovery
+from raypp.supervision.supervisor import Recovery
 from raypp.types import RequestOutput
 
 

@@ -29,7 +29,7 @@ from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.pictures.fetch import Fetcher
 from raypp.pictures.reader import PictureReader
-from raypp.supervision.recovery import EngineWatcher, Recovery
+from raypp.supervision.supervisor import EngineWatcher, Recovery
 from raypp.types import SamplingParams
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 from pydantic_core import to_json
 
-from raypp.batch_job.job_engine import BatchEngine
+from raypp.api.async_llm import AsyncLLM
 from raypp.batch_job.job_settings import JobSettings
 from raypp.batch_job.line import BadLineError, Body, Line, request_of
 from raypp.errors import EncoderDiedError, NonFiniteLogitsError, QueueFullError, RayppError, RequestError
@@ -46,7 +46,7 @@ class LineError(ErrorObject):
 class Answerer:
     """Runs lines on an engine."""
 
-    def __init__(self, llm: BatchEngine, settings: JobSettings) -> None:
+    def __init__(self, llm: AsyncLLM, settings: JobSettings) -> None:
         self._llm = llm
         self._settings = settings
         self._num_running = 0
@@ -125,7 +125,7 @@ class Answerer:
 
     def _seed_of(self, line: Line) -> int:
         """Return a seed that follows from a line's name: its text is the same in whatever run it falls."""
-        key = f"{self._settings.seed}:{line.custom_id}".encode()
+        key = f"{self._settings.config.model.seed}:{line.custom_id}".encode()
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
 
 

@@ -10,21 +10,23 @@ from contextlib import asynccontextmanager
 import numpy as np
 import numpy.typing as npt
 
+from raypp.api.async_llm import AsyncLLM
 from raypp.batch_job.answer import Answer, Answerer, refusal
-from raypp.batch_job.answer_files import AnswerFiles
 from raypp.batch_job.input_file import ScannedInput, bad_lines, scan_input, stream_lines
-from raypp.batch_job.job_engine import BatchEngine, OpenEngine
 from raypp.batch_job.job_settings import JobSettings
 from raypp.batch_job.line import Line
-from raypp.batch_job.manifest import Manifest
+from raypp.batch_job.output_file import AnswerFiles, Manifest
 from raypp.batch_job.progress import Progress, Reporter
-from raypp.batch_job.window import Window
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError
 
 _SYNC_INTERVAL_S = 1.0
 
 logger = logging.getLogger(__name__)
+
+
+OpenEngine = Callable[[EngineConfig], Awaitable[AsyncLLM]]
+"""Starts an engine. It may be called again after that engine's death."""
 
 
 class BatchJob:
@@ -49,7 +51,7 @@ class BatchJob:
             RayppError: the engine cannot start, or dies again and again; what was answered is kept.
         """
 
-        async def open_engine(config: EngineConfig) -> BatchEngine:
+        async def open_engine(config: EngineConfig) -> AsyncLLM:
             engine = await self._open_engine(config)
             on_engine_started()
             return engine
@@ -119,7 +121,7 @@ class _Run:
     async def answer_all(self, open_engine: OpenEngine) -> None:
         """Answer what is left, with a new engine whenever one dies, as long as each brings the job forward.
 
-        Lines that cannot be run come first: they need no engine, and whoever made a mistake knows early.
+        Lines that cannot be run come first: they need no engine, and mistakes show early.
         """
         progress, num_fruitless = self._progress, 0
         reporter = Reporter(progress, self._settings.progress_interval_s)
@@ -150,7 +152,7 @@ class _Run:
             await asyncio.sleep(0)
         self._files.sync()
 
-    async def _answer_with(self, llm: BatchEngine) -> None:
+    async def _answer_with(self, llm: AsyncLLM) -> None:
         async with llm:
             try:
                 await self._answer_lines(Answerer(llm, self._settings))
@@ -206,3 +208,30 @@ async def _every(interval_s: float, action: Callable[[], Awaitable[None] | None]
         waits = action()
         if waits is not None:
             await waits
+
+
+class Window:
+    """Counts requests and their bytes. One task enters, any task leaves; all on one event loop."""
+
+    def __init__(self, max_requests: int, max_bytes: int) -> None:
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._num_requests = 0
+        self._num_bytes = 0
+        self._changed = asyncio.Event()
+
+    async def enter(self, num_bytes: int) -> None:
+        """Wait for room. A request larger than all the room there is enters alone."""
+        while self._num_requests >= self._max_requests or (
+            self._num_requests and self._num_bytes + num_bytes > self._max_bytes
+        ):
+            self._changed.clear()
+            await self._changed.wait()
+        self._num_requests += 1
+        self._num_bytes += num_bytes
+
+    def leave(self, num_bytes: int) -> None:
+        """Make room."""
+        self._num_requests -= 1
+        self._num_bytes -= num_bytes
+        self._changed.set()

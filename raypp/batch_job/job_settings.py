@@ -63,11 +63,6 @@ class JobSettings:
         parse_body(CompletionRequest, {"prompt": "", **self.defaults}).sampling_params(_MODEL_LEN_FOR_CHECK)
 
     @property
-    def seed(self) -> int:
-        """What the seeds of lines without one are drawn from."""
-        return self.config.model.seed
-
-    @property
     def errors_path(self) -> Path:
         """Where the errors go."""
         return self.error_path or self.output_path.with_name(self.output_path.name + ".errors.jsonl")

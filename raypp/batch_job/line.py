@@ -1,4 +1,4 @@
-"""One line of the input: whose it is, and what it asks for."""
+"""One line of the input: its `custom_id` and its request."""
 
 from __future__ import annotations
 

@@ -1,39 +1,47 @@
-"""A file of answers: lines are only ever appended, by one process at a time, and what is there is what is done.
+"""The files that a job writes: answers of lines that were completed, errors of lines that failed, and the manifest.
+
+Lines are only ever appended, by one process at a time, and what is there is what is done.
 
 A line counts when its newline is there. A process that is killed leaves at most one line torn, the last; the next run
 cuts it off. A machine that crashes may lose what was not yet synced; those lines are then computed again.
+
+The manifest holds what the answers depend on. A second run of the same command finds it and goes on; a run that would
+answer differently is refused, since one file would then hold answers to two questions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import logging
 import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from pydantic_core import from_json
 
-from raypp.batch_job.id_index import IdIndex
-from raypp.batch_job.manifest import sync_folder
+from raypp.batch_job.answer import Answer
+from raypp.batch_job.input_file import IdIndex, ScannedInput
 from raypp.errors import ConfigError, ResourceError
 
 _LOCK_RETRY_S = 0.1
 _IDS_PER_LOOKUP = 8192
+_VERSION = 2  # of the manifest's format
 
 logger = logging.getLogger(__name__)
 
 
 class _Owner(NamedTuple):
-    """Whose answer a line is."""
+    """Which line of the input a line answers."""
 
     custom_id: str | None
     line: int | None  # of the input, 0-based, where it is said: several lines may claim one custom_id, or have none
@@ -118,17 +126,18 @@ class OutputFile:
         """
         batch: list[_Owner] = []
         num_good_bytes = num_lines = 0
-        for raw, owner in self._read_lines():
-            if owner is None:
-                if num_good_bytes + len(raw) < self._num_bytes:
-                    raise self._not_ours(f"line {num_lines + 1} is no line of an output: {raw[:60]!r}")
-                break
-            num_good_bytes += len(raw)
-            num_lines += 1
-            batch.append(owner)
-            if len(batch) == _IDS_PER_LOOKUP:
-                self._mark(batch, ids, is_done)
-                batch = []
+        with self._path.open("rb", buffering=1 << 20) as file:
+            for raw in file:
+                if (owner := _owner(raw)) is None:  # torn, or foreign
+                    if num_good_bytes + len(raw) < self._num_bytes:
+                        raise self._not_ours(f"line {num_lines + 1} is no line of an output: {raw[:60]!r}")
+                    break
+                num_good_bytes += len(raw)
+                num_lines += 1
+                batch.append(owner)
+                if len(batch) == _IDS_PER_LOOKUP:
+                    self._mark(batch, ids, is_done)
+                    batch = []
         if batch:
             self._mark(batch, ids, is_done)
         if num_good_bytes < self._num_bytes:
@@ -159,7 +168,7 @@ class OutputFile:
         Raises:
             ResourceError: the disk does not take it.
         """
-        with self._sync_lock:  # who comes second waits for the first one's disk, too
+        with self._sync_lock:  # a second caller waits for the first one's disk, too
             if self._is_dirty:
                 self._is_dirty = False
                 try:
@@ -179,12 +188,6 @@ class OutputFile:
         except OSError as error:  # not every network file system can
             logger.warning("%s cannot be locked (%s): make sure that only one job writes it", self._path, error)
         return True
-
-    def _read_lines(self) -> Iterator[tuple[bytes, _Owner | None]]:
-        """Yield each line and whose answer it is; None for one that is torn or foreign."""
-        with self._path.open("rb", buffering=1 << 20) as file:
-            for raw in file:
-                yield raw, _owner(raw)
 
     def _mark(self, owners: list[_Owner], ids: IdIndex, is_done: npt.NDArray[np.bool_]) -> None:
         lines = ids.find([owner.custom_id or "" for owner in owners]).tolist()
@@ -235,3 +238,155 @@ def _owner(raw: bytes) -> _Owner | None:
     custom_id = custom_id if isinstance(custom_id, str) else None
     index = line - 1 if isinstance(line, int) else None
     return None if custom_id is None and index is None else _Owner(custom_id, index)
+
+
+class AnswerFiles:
+    """The output and the error file. Nothing may be done with them before they are locked."""
+
+    def __init__(self, output_path: Path, error_path: Path) -> None:
+        """Open or create them.
+
+        Raises:
+            ConfigError: one cannot be written, or is no regular file.
+        """
+        with ExitStack() as opened:
+            self._output = OutputFile(output_path)
+            opened.callback(self._output.close)
+            self._errors = OutputFile(error_path, "the error file")
+            opened.pop_all()
+        self._files = (self._output, self._errors)
+
+    async def lock(self) -> None:
+        """Keep other processes out, as `OutputFile.lock` does.
+
+        Raises:
+            ConfigError: another process is writing one of them.
+        """
+        for file in self._files:
+            await file.lock()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in them yet."""
+        return all(file.is_empty for file in self._files)
+
+    def clear(self) -> None:
+        """Throw away what they hold."""
+        for file in self._files:
+            file.clear()
+
+    def repair(self, scanned: ScannedInput) -> tuple[npt.NDArray[np.bool_], int]:
+        """Cut off torn last lines; return which lines of the input are done, by physical line, and how many failed.
+
+        Raises:
+            ConfigError: they hold lines that this job cannot have written.
+        """
+        is_done = scanned.is_blank.copy()
+        self._output.repair(scanned.ids, is_done)
+        return is_done, self._errors.repair(scanned.ids, is_done)
+
+    def append(self, answer: Answer) -> None:
+        """Add a line's answer where it belongs, as `OutputFile.append` does.
+
+        Raises:
+            ResourceError: the disk takes no more.
+        """
+        (self._errors if answer.is_error else self._output).append(answer.record)
+
+    def sync(self) -> None:
+        """Wait until the disk has everything. May be called from several threads.
+
+        Raises:
+            ResourceError: the disk does not take it.
+        """
+        for file in self._files:
+            file.sync()
+
+    def close(self) -> None:
+        """Let others in."""
+        for file in self._files:
+            file.close()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One job."""
+
+    input_sha256: str
+    input_bytes: int
+    num_requests: int
+    settings: Mapping[str, Any]
+    """What the answers depend on, besides the input: flat, plain values."""
+    version: int = _VERSION
+
+    def write(self, path: Path) -> None:
+        """Write it so that after a crash it is there as a whole or not at all.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        temporary = path.with_name(path.name + ".tmp")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                json.dump(asdict(self), file, indent=1, ensure_ascii=False)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            sync_folder(path.parent)
+        except OSError as error:
+            raise ConfigError("the job's manifest cannot be written", got=f"{path}: {error.strerror}") from error
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest | None:
+        """Return the manifest of an earlier run, None if there is none.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(
+                "the manifest of an earlier run cannot be read",
+                got=f"{path}: {error}",
+                hint="name another output, or start anew with --overwrite",
+            ) from error
+
+    def check_same_job(self, earlier: Manifest, path: Path) -> None:
+        """Compare with the manifest of an earlier run.
+
+        Raises:
+            ConfigError: that was another job; what differs is named.
+        """
+        differences = []
+        if earlier.version != self.version:
+            differences.append(f"format of the manifest: {earlier.version} then, {self.version} now")
+        if earlier.input_sha256 != self.input_sha256:
+            differences.append(
+                f"the input: {earlier.num_requests} requests in {earlier.input_bytes} bytes then, "
+                f"{self.num_requests} in {self.input_bytes} now, sha256 {earlier.input_sha256[:12]}... "
+                f"then, {self.input_sha256[:12]}... now"
+            )
+        for name in sorted({*earlier.settings, *self.settings}):
+            then, now = earlier.settings.get(name), self.settings.get(name)
+            if then != now:
+                differences.append(f"{name}: {then!r} then, {now!r} now")
+        if differences:
+            raise ConfigError(
+                "the output was written by a job with other settings",
+                got="; ".join(differences),
+                expected=f"what {path} says",
+                hint="run the old command, name another output, or start anew with --overwrite",
+            )
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renamed and new files in a folder survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

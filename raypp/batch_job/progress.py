@@ -155,7 +155,12 @@ class Reporter:
         """
         self._progress = progress
         self._stream = stream or sys.stderr
-        self._bar = self._make_bar() if self._stream.isatty() else None
+        self._bar: tqdm | None = None
+        if self._stream.isatty():
+            from tqdm import tqdm
+
+            total, done = progress.total, progress.num_done_before
+            self._bar = tqdm(total=total, initial=done, unit="line", file=self._stream)
         self.interval_s = 0.2 if self._bar is not None else interval_s
 
     def show(self) -> None:
@@ -176,12 +181,6 @@ class Reporter:
         if self._bar is not None:
             self.show()
             self._bar.close()
-
-    def _make_bar(self) -> tqdm:
-        from tqdm import tqdm
-
-        progress = self._progress
-        return tqdm(total=progress.total, initial=progress.num_done_before, unit="line", file=self._stream)
 
 
 def _peak_memory() -> str:

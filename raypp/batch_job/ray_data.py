@@ -57,7 +57,7 @@ class Completer:
             RayppError: as of `LLM`.
         """
         given = sampling_params or {}
-        SamplingParams(**given)  # mistakes are told before an engine starts
+        SamplingParams(**given)  # so that mistakes raise before an engine starts
         self._is_chat = messages_column is not None
         self._input_column = messages_column if messages_column is not None else prompt_column
         self._output_column = output_column
@@ -93,7 +93,7 @@ class Completer:
             return [*self._run(prompts)]
         except EngineDeadError:
             raise
-        except Exception:  # whose it is will be seen
+        except Exception:  # which row's error it is shows below
             num_threads = 2 * self._llm.config.scheduler.max_num_seqs  # so many keep the engine full
             with ThreadPoolExecutor(min(num_threads, len(prompts)), "raypp-row") as threads:
                 return list(threads.map(self._run_alone, prompts))

@@ -214,7 +214,7 @@ def _free_bytes(folder: Path) -> int | None:
 
 
 def _check_cluster() -> Check:
-    from raypp.actors.cluster_state import local_cluster, named_cluster
+    from raypp.actors.cluster import local_cluster, named_cluster
     from raypp.errors import RayppError
 
     named = os.environ.get("RAY_ADDRESS") or None
@@ -228,7 +228,7 @@ def _check_cluster() -> Check:
 
 
 def _port_error(port: int) -> str | None:
-    """Return why nobody could listen at a port; None: it is free."""
+    """Return why no server could listen at a port; None: it is free."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

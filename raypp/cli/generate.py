@@ -55,7 +55,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generate and print."""
     given = given_sampling(args)
-    SamplingParams(**given)  # mistakes are told before an engine starts
+    SamplingParams(**given)  # so that mistakes raise before an engine starts
     config = engine_config(args)
     prompts = _read_prompts(args.prompt)
     _check_prompts(config, prompts, args.image)

@@ -7,18 +7,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from raypp.cli.engine_options import add_engine_options, engine_config
-from raypp.cli.fit_text import fit_lines
-from raypp.cli.text_table import cell_text, table_lines
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError
-from raypp.plan.machines import read_machines
+from raypp.plan.fit import counted
+from raypp.plan.hardware import read_machines
 
 _DOES_NOT_FIT = 1
+_COLUMNS = {
+    "weights": "weight_bytes",
+    "a step": "step_bytes",
+    "recordings": "graph_bytes",
+    "libraries": "library_bytes",
+    "speculation": "speculation_bytes",
+    "images": "item_bytes",
+    "KV cache": "kv_cache_bytes",
+    "left": "left_bytes",
+}
+_ALWAYS = ("weight_bytes", "kv_cache_bytes", "left_bytes")
+_SMALLEST = 2**30 // 200  # what two decimals show of a GiB
 
 
 def add_parser(commands: Any) -> None:
@@ -112,3 +125,204 @@ def _lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             yield from table_lines(value, indent + "  ")
         else:
             yield f"{indent}{name}: {cell_text(value)}"
+
+
+def fit_lines(fit: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of an answer, as `raypp.plan.fit.describe_fit` gives it."""
+    types = fit["dtype"] if fit["kv_cache_dtype"] == fit["dtype"] else f"{fit['dtype']}, KV {fit['kv_cache_dtype']}"
+    model, num_stages = f"{fit['model']} ({fit['architecture']}, {types})", len(fit["stages"])
+    yield f"{model}, {counted(num_stages, 'stage')} on {_place(fit)}"
+    if fit["has_experts"]:
+        yield f"{_billions(fit['num_parameters'])} parameters, {_billions(fit['num_active_parameters'])} for each token"
+    yield ""
+    yield from _answer(fit)
+    yield ""
+    yield from _stage_lines(fit)
+    if fit["requests"]:
+        yield ""
+        yield "requests at once, by their tokens (prompt and output together)"
+        yield from table_lines([_request_row(row) for row in fit["requests"]], "  ")
+    if fit["alternatives"]:
+        yield ""
+        yield "what would fit"
+        yield from (f"  {_alternative(each)}" for each in fit["alternatives"])
+    elif not fit["fits"]:
+        yield ""
+        yield "No smaller settings fit."
+        if "hint" in fit["problem"]:
+            yield f"  {fit['problem']['hint']}"
+    if fit["layers_by_memory"] is not None:
+        yield ""
+        yield "what would hold more: layers by memory (by default they are cut so that the slowest stage is fastest)"
+        yield f"  {_alternative(fit['layers_by_memory'])}"
+    if fit["other_numbers_of_stages"]:
+        yield ""
+        yield "with other numbers of stages"
+        yield from table_lines([_stages_row(row) for row in fit["other_numbers_of_stages"]], "  ")
+    yield from _notes(fit)
+
+
+def _answer(fit: Mapping[str, Any]) -> Iterator[str]:
+    if not fit["fits"]:
+        problem = fit["problem"]
+        yield f"It does not fit: {problem['message']}."
+        yield from (f"  {name}: {problem[name]}" for name in ("got", "expected") if name in problem)
+        return
+    row = _typical(fit["requests"])
+    yield (
+        f"It fits. KV cache: {fit['num_kv_tokens']:,} tokens: "
+        f"{counted(row['num_requests'], 'request')} of {row['num_tokens']:,} tokens."
+    )
+    longest = fit["max_model_len"]
+    if fit["asked_max_model_len"] is None and longest < fit["model_max_len"]:
+        yield (
+            f"A request may have {longest:,} tokens, for the KV cache holds no more; "
+            f"the model takes {fit['model_max_len']:,}."
+        )
+
+
+def _typical(requests: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the row of 8,192 tokens, or the longest below."""
+    return [row for row in requests if row["num_tokens"] <= 8192 or row is requests[0]][-1]
+
+
+def _stage_lines(fit: Mapping[str, Any]) -> Iterator[str]:
+    yield "memory per stage, GiB"
+    yield from table_lines([_stage_row(fit, stage) for stage in fit["stages"]], "  ")
+    if fit["num_cpu_kv_tokens"]:
+        most = _gib(max(stage["cpu_kv_bytes"] for stage in fit["stages"]))
+        whole = "" if fit["device"] == "cpu" else ", page-locked"
+        yield (
+            f"KV of {fit['num_cpu_kv_tokens']:,} tokens that had to make room: in each stage's machine up to "
+            f"{most} GiB of main memory{whole}."
+        )
+    if fit["device"] == "cpu" and fit["fits"]:
+        taken = sum(stage["share_bytes"] - stage["left_bytes"] for stage in fit["stages"])
+        there = fit["stages"][0]["device_bytes"]
+        if there and taken > there:
+            yield f"All stages together take {_gib(taken)} GiB, and one such machine has {_gib(there)}: use several."
+    if fit["encoders"] is not None:
+        number = counted(fit["encoders"]["num_encoders"], "encoder")
+        yield f"Besides, {number} for images, each with {_share_of_gpu(fit['encoders'])}."
+
+
+def _share_of_gpu(encoders: Mapping[str, Any]) -> str:
+    share = encoders["resources"].get("GPU")
+    return "main memory" if share is None else f"{share:g} GPU ({_gib(encoders['memory_bytes'])} GiB)"
+
+
+def _stage_row(fit: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
+    first, end = stage["layers"]
+    row: dict[str, Any] = {"stage": stage["stage_index"], "layers": f"{first}-{end - 1}"}
+    if fit["device"] == "cpu":
+        row["machine"] = _gib(stage["device_bytes"])
+    else:
+        row["GPU"] = _gib(stage["device_bytes"])
+        row["may use"] = _gib(stage["share_bytes"])
+    for column, name in _COLUMNS.items():
+        if name in _ALWAYS or any(other[name] >= _SMALLEST for other in fit["stages"]):
+            row[column] = _gib(stage[name])
+    return row
+
+
+def _request_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    limit = "max_num_seqs" if row["num_requests"] < row["kv_cache_holds"] else "KV cache"
+    return {"tokens": row["num_tokens"], "requests": row["num_requests"], "limited by": limit}
+
+
+def _alternative(alternative: Mapping[str, Any]) -> str:
+    options = " ".join(_option(name, value) for name, value in alternative["settings"].items())
+    missing = alternative["num_missing_gpus"]
+    more = f", with {counted(missing, 'more GPU')} like these" if missing else ""
+    return f"{options}{more}: {_room(alternative)}"
+
+
+def _option(name: str, value: object) -> str:
+    text = ",".join(map(str, value)) if isinstance(value, list) else "none" if value is None else value
+    return f"--{name.replace('_', '-')} {text}"
+
+
+def _room(summary: Mapping[str, Any]) -> str:
+    return (
+        f"KV cache {summary['num_kv_tokens']:,} tokens, "
+        f"{counted(summary['num_requests'], 'request')} of {summary['num_tokens']:,} tokens"
+    )
+
+
+def _stages_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    if not row["fits"]:
+        return {"stages": row["num_stages"], "room": "does not fit"}
+    return {"stages": row["num_stages"], "room": _room(row)}
+
+
+def _notes(fit: Mapping[str, Any]) -> Iterator[str]:
+    yield ""
+    if fit["complaint"] is not None:
+        yield f"On CPUs: {fit['complaint']}."
+    if fit["device"] == "cuda":
+        yield "Estimates: recordings and libraries. `raypp info MODEL --start` measures recordings on the GPUs."
+    if fit["is_described"]:
+        yield "Estimates: the GPUs' memory, 1 GB = 10^9 bytes as --gpus says; a real card has a little more."
+        sizes = {machine["gpu_memory_bytes"] for machine in fit["machines"]}
+        if len(sizes) > 1:
+            yield f"GPUs differ: every stage is planned for the smallest, {_gib(min(sizes))} GiB."
+        if (num_unused := _num_unused_gpus(fit)) > 0:
+            together = len(fit["stages"]) + num_unused
+            unused = counted(num_unused, "GPU")
+            yield f"{unused} not used: --num-stages {together} plans for all (the default is 1 stage)."
+    if (fit["num_machines_used"] or 1) > 1:
+        yield (
+            f"{fit['num_machines_used']} machines: one Ray cluster over them (`ray start`), "
+            "RAY_ADDRESS for raypp, and a fast network between stages."
+        )
+    if not fit["is_described"] and fit["machines"] is None:
+        yield "RAY_ADDRESS is set: whether the cluster has enough GPUs is seen at the start (--start)."
+
+
+def _num_unused_gpus(fit: Mapping[str, Any]) -> int:
+    """Return how many described GPUs neither stages nor encoders have, each stage with a GPU of its own."""
+    if fit["machines"] is None or fit["device"] == "cpu" or fit["stage_num_gpus"] != 1:
+        return 0
+    share = (fit["encoders"] or {}).get("resources", {}).get("GPU", 0)
+    of_encoders = math.ceil(share * fit["encoders"]["num_encoders"]) if share else 0
+    num_gpus: int = sum(machine["num_gpus"] for machine in fit["machines"])
+    return num_gpus - len(fit["stages"]) - of_encoders
+
+
+def _place(fit: Mapping[str, Any]) -> str:
+    if fit["device"] == "cpu":
+        return "CPUs"
+    if fit["machines"] is None:
+        return f"GPUs of {_gib(fit['stages'][0]['device_bytes'])} GiB"
+    groups = [(len(list(same)), machine) for machine, same in groupby(fit["machines"])]
+    texts = []
+    for number, machine in groups:
+        gpus = f"{counted(machine['num_gpus'], 'GPU')} of {_gib(machine['gpu_memory_bytes'])} GiB"
+        texts.append(gpus if number == len(groups) == 1 else f"{counted(number, 'machine')} with {gpus}")
+    return " and ".join(texts)
+
+
+def _billions(number: int) -> str:
+    return f"{number / 1e9:.1f} billion"
+
+
+def _gib(num_bytes: int | None) -> str | None:
+    return None if num_bytes is None else f"{num_bytes / 2**30:.2f}"
+
+
+def table_lines(rows: Sequence[Mapping[str, object]], indent: str) -> Iterator[str]:
+    """Yield a line with the names of all columns, and one per row, aligned to the right; `-` where a row has none."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [columns, *([cell_text(row.get(name)) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        yield indent + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+
+
+def cell_text(value: object) -> str:
+    """Return a value as text: whole numbers with commas, `-` for None and for an empty list."""
+    if value is None or value == []:
+        return "-"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)

@@ -1,4 +1,4 @@
-"""The checks of `raypp doctor`: each is told what was seen, and says whether that is all right and what to do if not.
+"""The checks of `raypp doctor`: each is given what was seen, and returns whether that is right and what to do if not.
 
 They look at nothing themselves, so that tests can show them machines that are not there.
 """

@@ -21,9 +21,8 @@ from raypp.api.async_llm import AsyncLLM
 from raypp.api.llm import LLM
 from raypp.cli import batch, doctor, generate, info, serve, tune
 from raypp.config.engine_config import EngineConfig
-from raypp.config.env import warn_of_unknown_variables
+from raypp.config.env import log_to_stderr, warn_of_unknown_variables
 from raypp.config.http_settings import HttpAddress, HttpSettings
-from raypp.config.log import log_to_stderr
 from raypp.config.names import OF_THE_SERVER
 from raypp.config.options import ADDRESS_SETTINGS, ENGINE_SETTINGS, HTTP_SETTINGS
 from raypp.config.other_engines import OF_OTHER_ENGINES, SHORT_OF_OTHER_ENGINES
@@ -45,7 +44,7 @@ def _describe_engine(config: EngineConfig, machines: Any = None) -> dict[str, An
     from raypp.api.launch import load_tokenizer
     from raypp.models.registry import resolve_config_path
     from raypp.openai_api.syntaxes import check_parsers
-    from raypp.plan.fit_description import describe_fit
+    from raypp.plan.fit import describe_fit
 
     check_parsers(config.model.tool_call_parser, config.model.reasoning_parser)
     if machines is None:  # else folders are others, too
@@ -58,7 +57,7 @@ def _describe_engine(config: EngineConfig, machines: Any = None) -> dict[str, An
 
 
 def _tune_engine(config: EngineConfig, **options: Any) -> Any:
-    from raypp.actors.tuning_process import tune_engine  # imports ray
+    from raypp.actors.engine_actors import tune_engine  # imports ray
 
     return tune_engine(config, **options)
 

@@ -10,6 +10,7 @@ validation of Python values would refuse what TOML and tuples mean as lists.
 from __future__ import annotations
 
 import json
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -32,10 +33,16 @@ from raypp.config.sections import (
     Section,
     SpeculativeSection,
 )
-from raypp.config.toml import to_toml
 from raypp.errors import ConfigError, page
 
 _MAX_DRAFTS = 16
+_FIXED_SECTIONS = ("model", "images", "observability", "faults")
+_FIXED_SETTINGS = {
+    "cache": ("kv_cache_dtype",),
+    "scheduler": ("max_waiting_bytes",),
+    "encoder": ("max_waiting_pixel_bytes",),
+}
+"""The model and what it is multiplied in decide texts; the others are settings of the client, which stays."""
 
 
 class EngineConfig(Section):
@@ -150,19 +157,21 @@ class EngineConfig(Section):
                 f"over {parallel.num_stages} stages",
                 hint="lower max_num_seqs or raise max_num_batched_tokens",
             )
-        _check_cache(self.cache)
+        if self.cache.cpu_kv_bytes and not self.cache.enable_prefix_caching:
+            raise ConfigError(
+                "cache.cpu_kv_bytes has no effect without prefix caching, which finds the blocks again",
+                got=f"cpu_kv_bytes {self.cache.cpu_kv_bytes}, enable_prefix_caching false",
+                expected="cpu_kv_bytes = 0, or enable_prefix_caching = true",
+            )
         _check_speculative(self.speculative)
-        _check_encoder(self.encoder)
+        budgets = self.encoder.token_budgets
+        if budgets is not None and (not budgets or min(budgets) < 1):
+            raise ConfigError(
+                "invalid value for encoder.token_budgets",
+                got=budgets,
+                expected="positive numbers of tokens, at least one, or none",
+            )
         return self
-
-
-def _check_cache(given: CacheSection) -> None:
-    if given.cpu_kv_bytes and not given.enable_prefix_caching:
-        raise ConfigError(
-            "cache.cpu_kv_bytes has no effect without prefix caching, which finds the blocks again",
-            got=f"cpu_kv_bytes {given.cpu_kv_bytes}, enable_prefix_caching false",
-            expected="cpu_kv_bytes = 0, or enable_prefix_caching = true",
-        )
 
 
 def _check_speculative(given: SpeculativeSection) -> None:
@@ -203,16 +212,6 @@ def _check_speculative(given: SpeculativeSection) -> None:
             "invalid value for speculative.draft_ladder",
             got=ladder,
             expected=f"ascending numbers of drafts from 0 to {_MAX_DRAFTS}, at least one above 0",
-        )
-
-
-def _check_encoder(given: EncoderSection) -> None:
-    budgets = given.token_budgets
-    if budgets is not None and (not budgets or min(budgets) < 1):
-        raise ConfigError(
-            "invalid value for encoder.token_budgets",
-            got=budgets,
-            expected="positive numbers of tokens, at least one, or none",
         )
 
 
@@ -257,3 +256,58 @@ def _raise_config_error(error: ValidationError) -> NoReturn:
     )
     found.setting = where
     raise found from error
+
+
+def to_toml(tables: Mapping[str, Mapping[str, object]]) -> str:
+    """Return tables of numbers, text, booleans, lists and mappings of these as TOML; empty tables are left out."""
+    blocks = (
+        "\n".join([f"[{table}]", *(f"{name} = {_value(value)}" for name, value in values.items())])
+        for table, values in tables.items()
+        if values
+    )
+    return "\n\n".join(blocks) + "\n"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, dict):
+        entries = (f"{_value(name)} = {_value(entry)}" for name, entry in value.items() if entry is not None)
+        return f"{{ {', '.join(entries)} }}"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for DEL, which JSON leaves as it is.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)  # inf, -inf and nan are spelled alike
+    return json.dumps(value)
+
+
+def changed_settings(before: EngineConfig, after: EngineConfig) -> dict[str, tuple[Any, Any]]:
+    """Return what differs: `section.setting` with both values."""
+    old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
+    return {
+        f"{section}.{name}": (value, new[section][name])
+        for section, values in old.items()
+        for name, value in values.items()
+        if value != new[section][name]
+    }
+
+
+def check_change(before: EngineConfig, after: EngineConfig) -> None:
+    """Refuse changes under which requests could not go on as they began.
+
+    Raises:
+        ConfigError: it names the settings.
+    """
+    refused = {}
+    for name, values in changed_settings(before, after).items():
+        section, setting = name.split(".")
+        if section in _FIXED_SECTIONS or setting in _FIXED_SETTINGS.get(section, ()):
+            refused[name] = values
+    if refused:
+        raise ConfigError(
+            "these settings cannot change while requests run",
+            got=", ".join(f"{name}: {old!r} to {new!r}" for name, (old, new) in refused.items()),
+            expected="others: of stages, layers and links, KV blocks, graphs, speculation, encoders, rows and tokens",
+            hint="start a new engine",
+        )

@@ -1,4 +1,4 @@
-"""Environment variables: the only place that reads them."""
+"""Environment variables, which are read here only; and where log lines go in a process of raypp's own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -18,6 +19,8 @@ _PREFIX = "RAYPP_"
 _LOG_LEVEL = "RAYPP_LOG_LEVEL"
 _RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # so it is called
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_LOGGERS = ("raypp", "serve_app")
+_LINE = re.compile(rf"\d{{4}}-\d\d-\d\d [\d:,]+ [A-Z]+ (?:{'|'.join(_LOGGERS)})[.:]")
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def passed_on(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables (None: those of the process) that an engine's processes take from whoever starts it.
+    """Return the variables (None: this process's) that an engine's processes take from the one that starts it.
 
     The others are each node's own: folders, tokens, GPUs.
     """
@@ -53,7 +56,7 @@ def passed_on(variables: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def warn_of_unknown_variables(variables: Mapping[str, str] | None = None) -> None:
-    """Log the variables named RAYPP_* that nobody reads (None: those of the process), once in a process.
+    """Log the variables named RAYPP_* that raypp does not read (None: those of the process), once in a process.
 
     They are no errors: Kubernetes gives every pod beside a Service of that name RAYPP_SERVICE_HOST and some more.
     """
@@ -88,3 +91,20 @@ def _ray_job_id(config: str) -> str | None:
     except (ValueError, KeyError, TypeError):
         return None
     return submission_id if isinstance(submission_id, str) else None
+
+
+def log_to_stderr() -> None:
+    """Write what raypp and its server log, from the level of RAYPP_LOG_LEVEL on, to stderr."""
+    level = read_environment().log_level
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        logger.setLevel(level)
+        if not logger.handlers:
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+            logger.addHandler(handler)
+
+
+def is_log_line(line: str) -> bool:
+    """Return whether a line is one that `log_to_stderr` has written, in whatever process."""
+    return _LINE.match(line) is not None

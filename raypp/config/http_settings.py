@@ -54,7 +54,7 @@ class HttpSettings(Section):
     """Ray resources that a replica must find on its node, e.g. `{"accelerator_type:H200": 0.001}`: the engine is
     planned for the hardware of that node."""
     api_keys: list[str] = Field(default=[])
-    """Keys of which requests must bring one as `Authorization: Bearer KEY`. Empty, and no file: everybody may ask."""
+    """Keys of which requests must bring one as `Authorization: Bearer KEY`. Empty, and no file: any client may call."""
     api_key_file: str | None = None
     """A file with one more key per line. A key in a file does not show in the process list."""
     cors_origins: list[str] = Field(default=[])
@@ -88,9 +88,9 @@ class HttpSettings(Section):
     """Show series of `/metrics` under vLLM's names, too (`vllm:num_requests_running`), for dashboards, autoscalers and
     routers that were made for it."""
     ray_metrics_period_s: float = Field(default=5.0, ge=0)
-    """How often Ray's own metrics are told how those of `/metrics` stand; 0: never."""
+    """How often Ray's own metrics are updated from those of `/metrics`; 0: never."""
     live_period_s: float = Field(default=0.2, gt=0)
-    """How often the page's live image is renewed, while anybody looks at it."""
+    """How often the page's live image is renewed, while it is open in a browser."""
 
     @model_validator(mode="after")
     def _numbers_fit(self) -> Self:
@@ -129,7 +129,7 @@ class HttpSettings(Section):
                 expected="a text file with one key per line, in UTF-8",
                 hint="correct the path in api_key_file, or let the server's user read the file",
             ) from error
-        if not found:  # an empty file would otherwise let everybody in
+        if not found:  # an empty file would otherwise let any client in
             raise ConfigError("the file of API keys holds no key", got=self.api_key_file, expected="one key per line")
         return [*self.api_keys, *found]
 
@@ -195,7 +195,7 @@ class HttpAddress(Section):
 
     @property
     def of_serve(self) -> dict[str, str | None]:
-        """What Serve is told when it starts, beside host and port."""
+        """Options for Serve's start, beside host and port."""
         return {name: getattr(self, name) for name in ("root_path", "ssl_certfile", "ssl_keyfile")}
 
 

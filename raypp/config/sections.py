@@ -79,7 +79,7 @@ class ModelSection(Section):
     `module:attribute` with a `CallSyntax` of your own. `auto`: as its chat template shows, or else its vocabulary.
     `none`: it calls no tools."""
     reasoning_parser: str = Field(default="auto", min_length=1)
-    """How the model writes thoughts, likewise; your own is a `ThoughtSyntax`. `none`: thoughts are part of answers."""
+    """How the model writes thoughts; as above, your own is a `ThoughtSyntax`. `none`: thoughts are part of answers."""
 
 
 class CacheSection(Section):
@@ -162,9 +162,9 @@ class SpeculativeSection(Section):
     """Speculative decoding: several drafts verified in one step. The output is the same with and without."""
 
     method: Literal["ngram", "eagle", "eagle3", "auto"] | None = None
-    """Who proposes drafts. `ngram`: what followed the last occurrence of the row's newest tokens in its own text.
+    """What proposes drafts. `ngram`: what followed the last occurrence of the row's newest tokens in its own text.
     `eagle`, `eagle3`: a head that was trained for the model, `model` says which. `auto`: n-grams where they match, else
-    the head, row by row. None: nobody."""
+    the head, row by row. None: no drafts."""
     model: str | None = None
     """The head: `tiny-eagle3` (shipped with raypp, for `tiny`), a directory, or a Hugging Face id. As a flat setting
     `model` names the engine's own model, so this one is given within its section."""
@@ -299,8 +299,8 @@ class FaultsSection(Section):
     step_timeout_s: float = Field(default=60.0, gt=0)
     """Steps in flight without progress on any stage: the pipeline counts as frozen."""
     heartbeat_s: float = Field(default=0.5, gt=0, le=10)
-    """How often driver, stages and clients hear of each other when there is nothing else to say. Whoever is silent for
-    ten heartbeats, and for step_timeout_s, counts as frozen."""
+    """How often driver, stages and clients send each other a heartbeat where there is nothing else to send. A process
+    that is silent for ten heartbeats, and for step_timeout_s, counts as frozen."""
     close_timeout_s: float = Field(default=10.0, gt=0)
     """Orderly shutdown; what is left after that is killed."""
     max_engine_restarts: int = Field(default=3, ge=0, le=1000)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import zmq
 
-from raypp.driver.failure_reports import FailureReports, Witness
 from raypp.driver.stage_activity import StageActivity
-from raypp.driver.stage_health import StageHealth
+from raypp.driver.stage_health import FailureReports, StageHealth, Witness
 from raypp.errors import DeadlineError, EngineDeadError
 from raypp.messages import MaskUpdate, StepPlan, StepResult, pack, unpack
 from raypp.scheduler.step_predictor import StepPredictor

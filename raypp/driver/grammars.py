@@ -11,28 +11,51 @@ turn costs nothing for requests that wait: whatever is done is done for those th
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 
-from raypp.driver.constraints import Constraint, Constraints
 from raypp.errors import RayppError, RequestError
-from raypp.grammar.grammar_threads import Advance, CompileJob, GrammarBackend, MaskJob, SlowMaskJob
+from raypp.grammar.compile import CompiledGrammar, kind_and_value, refused
+from raypp.grammar.grammar_threads import (
+    MAX_COMPILERS,
+    Advance,
+    CompileJob,
+    GrammarBackend,
+    GrammarCompileJob,
+    MaskJob,
+    SlowMaskJob,
+)
 from raypp.grammar.text_grammar import TextGrammar
 from raypp.messages import NO_INT32S, NO_STEP, Int32s, MaskUpdate
 from raypp.request import Request, RequestUpdate
+from raypp.structured_outputs import source_of
 
+_MAX_KEPT_BYTES = 512 << 20
+"""Of compiled grammars; the one used last is kept in any case."""
 MASK_TIMEOUT_S = 20.0
 """A mask takes microseconds. One that takes this long is of a grammar that grows worse with every token."""
-
 _SLOW_S = 0.005
 """Masks under a constraint whose last ones took longer are made apart from others."""
-
 _ADMITTED_AT_ONCE = 64
 """Requests that `poll` says may run: thousands may wait for the same grammar."""
+
+
+@dataclass(eq=False, slots=True)
+class Constraint:
+    """What the texts of unfinished requests share."""
+
+    key: str
+    value: Mapping[str, Any]  # `SamplingParams.structured_outputs`
+    is_queued: bool = False  # to be compiled, or being so
+    is_slow: bool = False  # whether the newest masks of one of its texts took long
+    num_texts: int = 0
+    waiting: dict[_Text, None] = field(default_factory=dict)  # texts that can go on once it is compiled
 
 
 @dataclass(eq=False, slots=True)
@@ -40,14 +63,115 @@ class _Text:
     """A request and what is known of its grammar."""
 
     request: Request
-    constraint: Constraint[_Text]
+    constraint: Constraint
     is_admitted: bool = False
     grammar: TextGrammar | None = None  # once it has a row and a compiled constraint
     job: MaskJob | None = None  # that goes on with the grammar
     waiting: list[Advance] = field(default_factory=list)  # for the next one
     row: int = -1
     start_step: int = NO_STEP
-    latest: MaskJob | None = None  # whose masks are the newest
+    latest: MaskJob | None = None  # with the newest masks
+
+
+class Constraints:
+    """All constraints of unfinished requests, and compiled ones of others."""
+
+    def __init__(self, backend: GrammarBackend, timeout_s: float) -> None:
+        """Know none yet.
+
+        Args:
+            backend: Compiles them.
+            timeout_s: What one may take, seconds.
+        """
+        self._backend = backend
+        self._timeout_s = timeout_s
+        self._by_key: dict[str, Constraint] = {}
+        self._queue: deque[Constraint] = deque()
+        self._compiling: dict[CompileJob, Constraint] = {}
+        self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()  # by key, the last used ones last
+        self._num_kept_bytes = 0
+
+    def join(self, value: Mapping[str, Any]) -> Constraint:
+        """Return the constraint of one more text."""
+        key = blake2b(source_of(dict(value)).encode(), digest_size=16).hexdigest()
+        constraint = self._by_key.get(key)
+        if constraint is None:
+            constraint = self._by_key[key] = Constraint(key, value)
+        elif isinstance(value, dict):
+            value.update(constraint.value)  # the same, so that its memory is kept only once
+        constraint.num_texts += 1
+        return constraint
+
+    def leave(self, constraint: Constraint, text: _Text) -> None:
+        """Forget one of a constraint's texts."""
+        constraint.waiting.pop(text, None)
+        constraint.num_texts -= 1
+        self._forget_unused(constraint)
+
+    def compiled(self, constraint: Constraint) -> CompiledGrammar | None:
+        """Return the constraint's grammar; None if it has to be compiled, perhaps once more."""
+        if constraint.key in self._kept:
+            self._kept.move_to_end(constraint.key)
+        return self._kept.get(constraint.key)
+
+    def want(self, constraint: Constraint, text: _Text) -> None:
+        """Have a constraint compiled that a text needs; `compile_next` has to follow."""
+        constraint.waiting[text] = None
+        if not constraint.is_queued:
+            constraint.is_queued = True
+            self._queue.append(constraint)
+
+    def compile_next(self) -> None:
+        """Have as many constraints compiled as are at a time."""
+        while self._queue and len(self._compiling) < MAX_COMPILERS:
+            constraint = self._queue.popleft()
+            if constraint.waiting:
+                source = source_of(dict(constraint.value))
+                job = (GrammarCompileJob if "grammar" in constraint.value else CompileJob)(source)
+                self._compiling[job] = constraint
+                self._backend.submit(job)
+            else:
+                constraint.is_queued = False
+                self._forget_unused(constraint)
+
+    def take(self, job: CompileJob) -> list[_Text]:
+        """Take in what a job has brought; return the texts that waited for that."""
+        constraint = self._compiling.pop(job, None)
+        if constraint is None:  # it was given up
+            return []
+        if job.compiled is not None:
+            self._keep(constraint.key, job.compiled)
+        return self._release(constraint)
+
+    def take_late(self) -> list[tuple[list[_Text], RayppError]]:
+        """Give up the jobs that are over their time; return the texts that waited for each, and why they do in vain."""
+        now_s = time.monotonic()
+        late = [job for job in self._compiling if job.began_s is not None and now_s - job.began_s > self._timeout_s]
+        given_up = list[tuple[list[_Text], RayppError]]()
+        for job in late:
+            self._backend.give_up(job)
+            kind, _ = kind_and_value(job.source)
+            why = f"compiling it takes longer than grammar_compile_timeout_s = {self._timeout_s:g}"
+            given_up.append((self._release(self._compiling.pop(job)), refused(kind, why)))
+        return given_up
+
+    def _release(self, constraint: Constraint) -> list[_Text]:
+        """Return the texts that waited for a constraint, which is no longer to be compiled."""
+        constraint.is_queued = False
+        texts, constraint.waiting = list(constraint.waiting), {}
+        self._forget_unused(constraint)
+        return texts
+
+    def _keep(self, key: str, compiled: CompiledGrammar) -> None:
+        self._kept[key] = compiled
+        self._num_kept_bytes += compiled.memory_size_bytes
+        while self._num_kept_bytes > _MAX_KEPT_BYTES and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._num_kept_bytes -= oldest.memory_size_bytes
+
+    def _forget_unused(self, constraint: Constraint) -> None:
+        if not constraint.num_texts and not constraint.is_queued:
+            self._by_key.pop(constraint.key, None)
 
 
 @dataclass(frozen=True)
@@ -76,15 +200,11 @@ class Grammars:
         self._send_masks = send_masks
         self._texts: dict[Request, _Text] = {}
         self._ready: deque[_Text] = deque()  # to be admitted, closed ones among them
-        self._constraints: Constraints[_Text] = Constraints(backend, compile_timeout_s)
+        self._constraints: Constraints = Constraints(backend, compile_timeout_s)
         self._making: dict[MaskJob, _Text] = {}  # the oldest first
         self._news = GrammarNews()
-        self._num_held_back = 0
-
-    @property
-    def num_held_back(self) -> int:
+        self.num_held_back = 0
         """Requests whose grammar is not compiled yet."""
-        return self._num_held_back
 
     @property
     def num_texts(self) -> int:
@@ -101,9 +221,9 @@ class Grammars:
         constraint = self._constraints.join(request.params.structured_outputs)
         text = self._texts[request] = _Text(request, constraint)
         is_compiled = self._constraints.compiled(constraint) is not None
-        text.is_admitted = is_compiled and not self._ready  # nobody overtakes those
+        text.is_admitted = is_compiled and not self._ready  # those go first
         if not text.is_admitted:
-            self._num_held_back += 1
+            self.num_held_back += 1
             if is_compiled:
                 self._ready.append(text)
             else:
@@ -119,7 +239,7 @@ class Grammars:
         text = self._texts.pop(request, None)
         if text is None:
             return
-        self._num_held_back -= not text.is_admitted
+        self.num_held_back -= not text.is_admitted
         self._constraints.leave(text.constraint, text)
         if text.job is not None:
             del self._making[text.job]
@@ -159,7 +279,7 @@ class Grammars:
         return news
 
     def stop(self) -> None:
-        """End whoever follows the grammars."""
+        """End the backend."""
         self._backend.close()
 
     def _await_constraint(self, text: _Text) -> None:
@@ -182,7 +302,7 @@ class Grammars:
             text = self._ready.popleft()
             if text.request in self._texts:
                 text.is_admitted = True
-                self._num_held_back -= 1
+                self.num_held_back -= 1
                 self._news.admitted.append(text.request)
 
     def _open(self, text: _Text) -> None:
@@ -239,14 +359,11 @@ class Grammars:
         (self._news.failed if text.is_admitted else self._news.refused).append((text.request, error))
         self.close(text.request)
 
-    def _refuse_all(self, texts: Iterable[_Text], error: RayppError) -> None:
-        for text in texts:
-            self._refuse(text, error)
-
     def _check_time(self) -> None:
         """Give up what takes too long."""
         for texts, error in self._constraints.take_late():
-            self._refuse_all(texts, error)
+            for text in texts:
+                self._refuse(text, error)
         now_s = time.monotonic()
         for job, text in [*takewhile(lambda made: now_s - made[0].submitted_s > MASK_TIMEOUT_S, self._making.items())]:
             if job.began_s is not None and now_s - job.began_s > MASK_TIMEOUT_S:  # else it waits for another one's

@@ -42,9 +42,8 @@ from raypp.client_messages import (
 )
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine_loop import Engine
-from raypp.driver.failure_reports import BLAME_S, FailureReports, Witness
 from raypp.driver.outbox import Outbox
-from raypp.driver.stage_health import StageHealth
+from raypp.driver.stage_health import BLAME_S, FailureReports, StageHealth, Witness
 from raypp.errors import QueueFullError, RayppError, RequestError
 from raypp.prompt_items import EncoderItem
 from raypp.request import Request, RequestUpdate

@@ -1,24 +1,31 @@
-"""Finds stages that stand still, from what was heard of them and a clock.
+"""Finds stages that stand still, by their heartbeats and a clock; and of several reports of a failure, the cause.
 
 Two rules. Steps are in flight and no stage has finished another one for `step_timeout_s`: the pipeline is frozen. A
 stage has said nothing at all for `silence_timeout_s`, busy or idle: it is frozen, or its machine is gone.
+
+One stage that ends takes the others' waits with it, so several reports come within milliseconds, in any order, from Ray
+and from the stages themselves. The driver waits a moment before it believes one.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from enum import IntEnum
 
-from raypp.errors import StageDiedError
+from raypp.errors import RayppError, StageDiedError
 from raypp.messages import NO_STEP
 
 _MAX_GAP_S = 5.0
+BLAME_S = 0.2
+"""How long after the first report a better one may come."""
 
 
 class AwakeClock:
-    """Monotonic time without the gaps in which nobody asked for it: then this process was stopped (Ctrl-Z) or starved.
+    """Monotonic time without long gaps between two calls: then this process was stopped (Ctrl-Z) or starved.
 
-    What it did not hear meanwhile says nothing about the others. To be asked at least every few seconds.
+    Silence of others meanwhile shows nothing. Must be called at least every few seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, max_gap_s: float = _MAX_GAP_S) -> None:
@@ -121,3 +128,43 @@ class StageHealth:
         if longest_s > self._step_timeout_s / 2 and longest_s > 2 * min(silent_s):
             return silent_s.index(longest_s)
         return self._last_step_ids.index(min(self._last_step_ids))
+
+
+class Witness(IntEnum):
+    """What a report rests on; the greatest is believed, and of equals the first."""
+
+    NEIGHBOUR = 0  # a stage that is well found another one gone, late, or silent
+    OWN_FAILURE = 1  # a stage says that it failed itself
+    DEATH = 2  # Ray saw the process end, or the driver saw a stage stand still: nothing will say it better
+
+
+class FailureReports:
+    """The reports of one engine. From any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._best: tuple[Witness, RayppError] | None = None
+        self._first_at_s = 0.0
+
+    def add(self, error: RayppError, witness: Witness) -> None:
+        """Take in a report."""
+        with self._lock:
+            if self._best is None:
+                self._first_at_s = self._clock()
+            if self._best is None or witness > self._best[0]:
+                self._best = (witness, error)
+
+    @property
+    def best(self) -> RayppError | None:
+        """The error that is believed so far."""
+        return None if self._best is None else self._best[1]
+
+    def verdict(self) -> RayppError | None:
+        """Return the error to end with; None while there is no report, or a better one may still come."""
+        with self._lock:
+            if self._best is None:
+                return None
+            witness, error = self._best
+            is_settled = witness is Witness.DEATH or self._clock() - self._first_at_s >= BLAME_S
+            return error if is_settled else None

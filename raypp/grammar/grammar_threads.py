@@ -23,8 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from raypp.errors import RayppError, RequestError
-from raypp.grammar.compile import compile_constraint
-from raypp.grammar.compiled_grammar import CompiledGrammar
+from raypp.grammar.compile import CompiledGrammar, compile_constraint
 from raypp.grammar.text_grammar import TextGrammar
 from raypp.grammar.vocabulary import Vocabulary, VocabularySource
 from raypp.messages import NO_INT32S, NO_STEP, Int32s

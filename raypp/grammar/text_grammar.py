@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from raypp.errors import RequestError
-from raypp.grammar.compiled_grammar import CompiledGrammar
+from raypp.grammar.compile import CompiledGrammar
 from raypp.messages import Int32s
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from raypp.graphs.pieces import MemoryUse, Replay
-from raypp.transport.dlpack import tensor_at
+from raypp.transport.gpu_access import tensor_at
 
 
 class CudaGraphs:

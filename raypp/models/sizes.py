@@ -1,6 +1,6 @@
 """Computes the bytes of a model's parts from its configuration alone, for planning without building anything.
 
-Weights are counted in the checkpoint's form; which one a device holds says `raypp.plan.weight_form`. On a CPU linear
+Weights are counted in the checkpoint's form; which one a device holds says `raypp.plan.engine_layout`. On a CPU linear
 layers may keep more, see `raypp.ops.cpu.torch_kernels`.
 """
 

@@ -24,7 +24,12 @@ FREE_STEP_TOKENS = {"cuda": 184, "cpu": 12}
 docs/design/0051-how-many-drafts.md."""
 
 DECODE_ROWS = 32
-"""Rows of a decode step that stages are cut for, where nobody measured: about what the constants below were, too."""
+"""Rows of a decode step that stages are cut for, without a measurement: about those of the constants below."""
+_GPU_BYTES_PER_MS = 4.3e9  # what an H200 reads in long stretches
+_GPU_LAYER_MS = 0.035  # of a decode layer beyond reading its weights, 8 to 64 rows
+_GPU_HEAD_MS = 0.05  # of norm, LM head, choosing tokens and writing what is fed back, 8 to 64 rows
+_GPU_DRAFT_MS = 0.007  # of either, for every draft that each row verifies besides its token, 8 to 32 rows
+_GPU_PROPOSAL_MS = 0.076  # of a draft by a head beyond reading its weights, 8 to 32 rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +48,6 @@ class StepCosts:
         costs[0] += self.first_stage
         costs[-1] += self.last_stage
         return costs
-
-
-_GPU_BYTES_PER_MS = 4.3e9  # what an H200 reads in long stretches
-_GPU_LAYER_MS = 0.035  # of a decode layer beyond reading its weights, 8 to 64 rows
-_GPU_HEAD_MS = 0.05  # of norm, LM head, choosing tokens and writing what is fed back, likewise
-_GPU_DRAFT_MS = 0.007  # of either, for every draft that each row verifies besides its token, 8 to 32 rows
-_GPU_PROPOSAL_MS = 0.076  # of a draft by a head beyond reading its weights, 8 to 32 rows
 
 
 def step_duration(num_bytes: float, num_layers: int, *, on_gpu: bool) -> float:
@@ -110,7 +108,7 @@ def estimated_costs(
 
 @dataclass(frozen=True, kw_only=True)
 class _Device:
-    """What a device is guessed to do, before anybody has seen it work; see `StepPredictor`."""
+    """Guesses of a device's speed, before the first step is measured; see `StepPredictor`."""
 
     bytes_per_ms: float
     kv_bytes_per_ms: float

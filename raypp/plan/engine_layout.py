@@ -1,22 +1,25 @@
 """What an engine is to be before its KV blocks are counted: device, type, layers, and what else each stage holds.
 
 It can be had also where the memory does not suffice, so that `raypp info` can say what is too large.
+
+A device that cannot multiply the form of the weights (INT4, FP8) holds them in the activations' type; sizes count those
+bytes.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raypp.config.engine_config import EngineConfig
-from raypp.errors import ResourceError
+from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig, as_stored, load_model_config
+from raypp.models.quantization import ONLINE_FP8, Quantization
 from raypp.models.sizes import kv_bytes_per_token_per_layer
 from raypp.plan.encoder_plan import EncoderPlan, plan_encoders
-from raypp.plan.even_routing import with_even_routing
 from raypp.plan.hardware import Hardware
-from raypp.plan.kv_dtype import choose_kv_dtype
 from raypp.plan.layer_partition import layers_per_stage
 from raypp.plan.speculation_plan import (
     draft_head,
@@ -26,10 +29,13 @@ from raypp.plan.speculation_plan import (
     speculation_bytes,
 )
 from raypp.plan.stage_memory import StageMemory, memory_of_stages, stage_weight_bytes
-from raypp.plan.weight_form import held_model, with_weight_form
 from raypp.stage.stage_spec import DraftHeadSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+_LOG = logging.getLogger(__name__)
+_FP8 = "float8_e4m3fn"
+_LEAST_BLOCK = 32
+_TILE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +43,7 @@ class EngineLayout:
     """An engine without its KV blocks."""
 
     config: EngineConfig
-    model_path: Path
+    model_path: str
     model: ModelConfig
     held_model: ModelConfig  # with the form that its weights have on the device: what sizes are counted of
     dtype: str
@@ -55,6 +61,11 @@ class EngineLayout:
     def dtype_bytes(self) -> int:
         """Bytes of a weight, and of an activation."""
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def kv_dtype_bytes(self) -> int:
+        """Bytes of an element of the KV cache."""
+        return DTYPE_BYTES[self.kv_dtype]
 
     @property
     def start_layers(self) -> list[int]:
@@ -125,7 +136,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     )
     return EngineLayout(
         config=config,
-        model_path=model_path,
+        model_path=str(model_path),
         model=model,
         held_model=held,
         dtype=dtype,
@@ -158,3 +169,113 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: str) -> str:
     if config.model.dtype != "auto":
         return config.model.dtype
     return "float32" if device == "cpu" else model.dtype
+
+
+def with_even_routing(config: EngineConfig, model: ModelConfig) -> ModelConfig:
+    """Return the model whose tokens choose experts evenly, if that is asked for.
+
+    Raises:
+        ConfigError: it is asked for, and the model has no experts.
+    """
+    if not config.model.even_routing:
+        return model
+    if model.experts is None:
+        raise ConfigError(
+            "model.even_routing is for models with experts",
+            got=f"even_routing=true, {model.architecture}, which is dense",
+            expected="a mixture of experts",
+            hint="leave even_routing out",
+        )
+    _LOG.warning("tokens choose their experts evenly, whatever the router says: texts are nonsense")
+    return replace(model, experts=replace(model.experts, are_chosen_evenly=True))
+
+
+def choose_kv_dtype(config: EngineConfig, model: ModelConfig, hardware: Hardware, *, device: str, dtype: str) -> str:
+    """Return the name of the KV cache's torch type.
+
+    Args:
+        config: What is asked for.
+        model: Whether its checkpoint was made for a cache in 8 bits.
+        hardware: What the GPUs can.
+        device: `cpu` or `cuda`.
+        dtype: Of the activations.
+
+    Raises:
+        ConfigError: 8 bits are asked for, and the GPUs have no such type.
+    """
+    asked = config.cache.kv_cache_dtype
+    is_possible = device == "cpu" or dtype == "float32" or hardware.has_fp8  # plain torch needs no such GPU
+    if asked == "fp8" and not is_possible:
+        raise ConfigError(
+            "the KV cache cannot be in 8 bits here",
+            got=f"kv_cache_dtype=fp8, compute capability {'.'.join(map(str, hardware.gpu_capability))}",
+            expected="GPUs of compute capability 8.9 or later (Ada, Hopper, Blackwell), stages on CPUs, or float32",
+            hint="kv_cache_dtype=auto",
+        )
+    wants_fp8 = asked == "fp8" or (asked == "auto" and model.has_fp8_kv_cache)
+    return _FP8 if wants_fp8 and is_possible else dtype
+
+
+def with_weight_form(
+    config: EngineConfig, model: ModelConfig, hardware: Hardware, *, device: str, dtype: str
+) -> ModelConfig:
+    """Return the model with its linear layers in the form that is asked for.
+
+    Args:
+        config: What is asked for.
+        model: As its config.json has it.
+        hardware: What the GPUs can.
+        device: `cpu` or `cuda`.
+        dtype: Of the activations.
+
+    Raises:
+        ConfigError: FP8 is asked for, and the checkpoint has fewer bits already, or the GPUs have no such type.
+    """
+    if config.model.quantization is None:
+        return model
+    if model.quantization is not None and model.quantization.bits != 8:
+        raise ConfigError(
+            "model.quantization asks for FP8, and the checkpoint's weights are in another form",
+            got=f"quantization=fp8, weights of {model.quantization.bits} bits ({model.quantization.format})",
+            expected="a checkpoint in 16 bits or in FP8",
+            hint="leave quantization out: the checkpoint's own form is used",
+        )
+    if device == "cuda" and dtype != "float32" and _lacks_fp8(hardware):
+        raise ConfigError(
+            "the weights cannot be in 8 bits here",
+            got=f"quantization=fp8, compute capability {'.'.join(map(str, hardware.gpu_capability))}",
+            expected="GPUs of compute capability 8.9 or more",
+            hint="leave quantization out",
+        )
+    return replace(model, quantization=ONLINE_FP8) if model.quantization is None else model
+
+
+def held_model(model: ModelConfig, hardware: Hardware, *, device: str, dtype: str) -> ModelConfig:
+    """Return the model with its linear layers in the form in which the device holds them.
+
+    Args:
+        model: With the form of `with_weight_form`.
+        hardware: What the GPUs can; of unknown ones the best is assumed.
+        device: `cpu` or `cuda`.
+        dtype: Of the activations.
+    """
+    quantization = model.quantization
+    if quantization is None:
+        return model
+    is_multiplied = device == "cuda" and dtype != "float32" and has_gpu_product(quantization)
+    lacks_type = quantization.bits == 8 and _lacks_fp8(hardware)
+    return model if is_multiplied and not lacks_type else replace(model, quantization=None)
+
+
+def has_gpu_product(quantization: Quantization) -> bool:
+    """Return whether a GPU multiplies a form as it is; `raypp.ops.cuda.quantized_projection` says it of a weight."""
+    rows, columns = quantization.block
+    if columns == 0:
+        return True
+    if quantization.bits == 4:
+        return rows == 1 and (columns == _LEAST_BLOCK or columns % _TILE == 0)
+    return columns >= _LEAST_BLOCK and columns & (columns - 1) == 0
+
+
+def _lacks_fp8(hardware: Hardware) -> bool:
+    return not hardware.has_fp8 and hardware.gpu_capability != (0, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from raypp.config.engine_config import EngineConfig
@@ -19,19 +20,26 @@ from raypp.models.generation_config import read_sampling_defaults
 from raypp.models.registry import resolve_model_path
 from raypp.models.sizes import WeightReads, layer_sizes, lm_head_bytes, total_reads
 from raypp.plan.cost_model import estimated_costs, estimated_times
-from raypp.plan.cpu_memory import check_cpu_memory, max_copied_blocks, num_cpu_blocks, num_staged_blocks
-from raypp.plan.encoder_plan import EncoderPlan
-from raypp.plan.engine_layout import DTYPE_BYTES, EngineLayout, lay_out
+from raypp.plan.engine_layout import EngineLayout, lay_out
 from raypp.plan.graph_plan import describe_graphs, graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware
 from raypp.plan.speculation_plan import check_host_memory, draft_cost, draft_policy, resolved_speculation, table_bytes
-from raypp.plan.stage_memory import check_main_memory, longest_request, num_blocks_on_cpu, num_blocks_on_gpus
+from raypp.plan.stage_memory import (
+    check_cpu_memory,
+    check_main_memory,
+    longest_request,
+    max_copied_blocks,
+    num_blocks_on_cpu,
+    num_blocks_on_gpus,
+    num_cpu_blocks,
+    num_staged_blocks,
+)
 from raypp.scheduler.drafts import DraftPolicy
 from raypp.scheduler.limits import STEPS_PER_COHORT, SchedulerLimits
 from raypp.scheduler.step_predictor import StepPredictor
-from raypp.stage.stage_spec import NUM_PADDING_ROWS, DraftHeadSpec, GraphSpec, StageSpec
+from raypp.stage.stage_spec import NUM_PADDING_ROWS, GraphSpec, StageSpec
 
-_LINK_MARGIN_S = 5.0  # the driver, who sees all stages, names the frozen one before a neighbour gives up on it
+_LINK_MARGIN_S = 5.0  # the driver, which sees all stages, names the frozen one before a neighbour gives up
 _SHORT_STEP_MS = 2.0
 """From a result to the plan that builds on it takes the hosts up to 1.1 ms: docs/design/0140-a-third-step-ahead.md."""
 
@@ -56,40 +64,19 @@ class StageLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnginePlan:
+class EnginePlan(EngineLayout):
     """The configuration with everything decided."""
 
-    config: EngineConfig
-    model_path: str
-    model: ModelConfig
-    held_model: ModelConfig  # with the form that its weights have on the device: what sizes are counted of
-    dtype: str
-    kv_dtype: str  # of the KV cache
-    device: str
     transport: TransportKind
     max_model_len: int
     num_blocks: int  # KV blocks of every stage, the null block included
     num_cpu_blocks: int  # that every stage keeps in CPU memory, beside those
     num_staged_blocks: int  # of these, the ones on their way at a time
     max_copied_blocks: int  # of these, the most that a plan brings back while others run
-    num_threads: int  # compute threads of a stage
-    ngram_window: int  # newest tokens of a row that n-grams are looked for in; 0 without speculation
-    draft_head: DraftHeadSpec | None
-    encoders: EncoderPlan
     graphs: GraphSpec  # which steps are recorded and replayed
     max_steps_per_cohort: int  # in flight
     stages: tuple[StageLayout, ...]
     sampling_defaults: Mapping[str, Any]  # of `SamplingParams`, where a request says nothing
-
-    @property
-    def dtype_bytes(self) -> int:
-        """Bytes of a weight, and of an activation."""
-        return DTYPE_BYTES[self.dtype]
-
-    @property
-    def kv_dtype_bytes(self) -> int:
-        """Bytes of an element of the KV cache."""
-        return DTYPE_BYTES[self.kv_dtype]
 
     def scheduler_limits(self) -> SchedulerLimits:
         """Return what the scheduler must keep to."""
@@ -124,12 +111,12 @@ class EnginePlan:
         return resources
 
     def draft_policy(self) -> DraftPolicy:
-        """Return who chooses the number of drafts of each step."""
+        """Return what chooses the number of drafts of each step."""
         head = None if self.draft_head is None else self.draft_head.config
         return draft_policy(self.config, self.device, self.held_model, head, self.dtype_bytes)
 
     def step_predictor(self) -> StepPredictor:
-        """Return who says how long a step will take, with estimates for a beginning."""
+        """Return what predicts how long a step takes, at first from estimates."""
         free_step_tokens = self.config.speculative.free_step_tokens
         roofline = draft_cost(self.held_model, self.dtype_bytes, self.device, free_step_tokens)
         estimates = estimated_times(
@@ -288,7 +275,7 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
     else:
         num_blocks = num_blocks_on_gpus(config, memory)
         check_cpu_memory(config, hardware, [stage.kv(num_in_cpu_memory) for stage in memory])
-    num_stages = len(layout.layers)
+    last = len(layout.layers) - 1
     stages = tuple(
         StageLayout(
             stage_index=index,
@@ -297,33 +284,24 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
             weight_bytes=memory[index].weight_bytes,
             kv_cache_bytes=memory[index].kv(num_blocks),
             cpu_kv_bytes=memory[index].kv(num_in_cpu_memory),
-            token_table_bytes=table_bytes(config, layout.ngram_window) if index == num_stages - 1 else 0,
-            draft_head_bytes=layout.draft_head_bytes if index == num_stages - 1 else 0,
+            token_table_bytes=table_bytes(config, layout.ngram_window) if index == last else 0,
+            draft_head_bytes=layout.draft_head_bytes if index == last else 0,
         )
         for index, (start, count) in enumerate(zip(layout.start_layers, layout.layers, strict=True))
     )
+    has_defaults = config.model.generation_config == "auto"
     return EnginePlan(
-        sampling_defaults=read_sampling_defaults(layout.model_path) if config.model.generation_config == "auto" else {},
-        config=config,
-        model_path=str(layout.model_path),
-        model=model,
-        held_model=layout.held_model,
-        dtype=layout.dtype,
-        kv_dtype=layout.kv_dtype,
-        device=layout.device,
+        **vars(layout),
         transport=_transport(config, layout.device),
         max_model_len=longest_request(config, model, num_blocks),
-        ngram_window=layout.ngram_window,
-        draft_head=layout.draft_head,
         num_blocks=num_blocks,
         num_cpu_blocks=num_in_cpu_memory,
         num_staged_blocks=num_staged_blocks(config, block_bytes),
         max_copied_blocks=max_copied_blocks(block_bytes),
-        num_threads=layout.num_threads,
-        encoders=layout.encoders,
         graphs=graph_spec(config, model, layout.device, layout.dtype_bytes, hardware.gpu_memory_bytes),
         max_steps_per_cohort=_max_steps_per_cohort(config, model, layout.dtype_bytes, layout.device),
         stages=stages,
+        sampling_defaults=read_sampling_defaults(Path(layout.model_path)) if has_defaults else {},
     )
 
 
@@ -351,7 +329,7 @@ def _max_steps_per_cohort(config: EngineConfig, model: ModelConfig, dtype_bytes:
     """Return how many steps of a cohort may be in flight at a time.
 
     With two, the hosts have as long as one takes, through all stages, to answer its result. Where that is short they
-    get another one. It costs whoever comes then one such step; drafts would be chosen by older results.
+    get another one. A request that comes then waits one such step longer; drafts would be chosen by older results.
     """
     if config.scheduler.max_steps_per_cohort is not None:
         return config.scheduler.max_steps_per_cohort

@@ -39,7 +39,7 @@ def graph_spec(
         model: Its sizes.
         device: `cpu` or `cuda`.
         dtype_bytes: Of weights and activations.
-        gpu_memory_bytes: Of a GPU. What of it is nobody's share is room for recordings that take more than planned.
+        gpu_memory_bytes: Of a GPU. What no share takes of it is room for recordings that are larger than planned.
     """
     mode = config.graphs.mode
     if mode == "auto":

@@ -1,4 +1,4 @@
-"""What speculation takes, decided before anything starts: the head, the width of the token table, who chooses K."""
+"""What speculation takes, decided before anything starts: the head, the width of the token table, the policy for K."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def speculation_bytes(
 def draft_policy(
     config: EngineConfig, device: str, model: ModelConfig, head: DraftHeadConfig | None, dtype_bytes: int
 ) -> DraftPolicy:
-    """Return who chooses the number of drafts of each step."""
+    """Return what chooses the number of drafts of each step."""
     given = config.speculative
     if given.method is None or given.num_speculative_tokens is not None:
         return FixedDrafts(given.max_drafts)

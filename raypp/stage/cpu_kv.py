@@ -21,7 +21,7 @@ from raypp.ops.block_store import BlockStore
 from raypp.ops.device_kernels import open_block_store
 from raypp.stage.stage_spec import StageSpec
 from raypp.tracing import ForwardCounter, now_ns
-from raypp.transport.current_stream import CurrentStream
+from raypp.transport.gpu_access import CurrentStream
 
 
 class CpuKv(Protocol):

@@ -14,7 +14,7 @@ import torch
 
 from raypp.messages import StepForm
 from raypp.tracing import FORWARD, Tracer, now_ns
-from raypp.transport.current_stream import CurrentStream
+from raypp.transport.gpu_access import CurrentStream
 
 
 class ForwardClock(Protocol):

@@ -14,7 +14,7 @@ import torch
 
 from raypp.messages import NO_INT32S, Bytes, Int32s, StepPlan, StepResult
 from raypp.stage.step_shape import StepShape
-from raypp.transport.current_stream import CurrentStream
+from raypp.transport.gpu_access import CurrentStream
 
 
 @dataclass(frozen=True, eq=False)

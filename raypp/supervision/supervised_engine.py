@@ -1,4 +1,4 @@
-"""What every engine's handle says of its lives, and does with them."""
+"""The part of an engine's handle about its lives: the present one, restarts, watchers."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic
 
-from raypp.config.engine_change import check_change
-from raypp.config.engine_config import EngineConfig
+from raypp.config.engine_config import EngineConfig, check_change
 from raypp.errors import ConfigError, RayppError
 from raypp.plan.engine_plan import EnginePlan
-from raypp.supervision.recovery import EngineWatcher, Recovery
-from raypp.supervision.supervisor import LifeT, Supervisor
+from raypp.supervision.supervisor import EngineWatcher, LifeT, Recovery, Supervisor
 
 logger = logging.getLogger(__name__)
 
 
 class SupervisedEngine(ABC, Generic[LifeT]):
-    """The part of an `EngineHandle` that a supervisor answers for.
+    """An `EngineHandle` but for processes and its end.
 
     Attributes:
         model_info: What clients must know of the model.
@@ -33,7 +31,7 @@ class SupervisedEngine(ABC, Generic[LifeT]):
         obstacle: Callable[[], RayppError | None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin to look after an engine that runs.
+        """Begin with an engine that runs.
 
         Args:
             plan: Of its first life.
@@ -63,7 +61,7 @@ class SupervisedEngine(ABC, Generic[LifeT]):
         return self._plan.describe()
 
     def watch(self, watcher: EngineWatcher) -> None:
-        """Tell somebody, from another thread, what becomes of the engine from now on."""
+        """Notify a watcher, from another thread, from now on."""
         self._supervisor.watch(watcher)
 
     def report_death(self, error: RayppError, client_address: str) -> None:

@@ -1,11 +1,11 @@
-"""Decides whether an engine that has died is started again, has that done, and tells those who use it.
+"""Decides whether an engine that has died is started again, has that done, and notifies its watchers.
 
     running --a death is reported--> restarting --it has started--> running, in its next life
                 |                      |    ^
                 |                      +----+ dies while it starts
                 +---> dead <-----------+      restarts are used up, or it cannot start
 
-Each life has an address of its own, so what is said of an earlier life is known for what it is.
+Each life has another address, so that reports about an earlier life are recognized.
 """
 
 from __future__ import annotations
@@ -20,7 +20,75 @@ from typing import Generic, Protocol, TypeVar
 
 from raypp.config.sections import FaultsSection
 from raypp.errors import DeadlineError, EngineDeadError, RayppError
-from raypp.supervision.recovery import EngineWatcher, Recovery, StartTimes
+
+
+@dataclass(frozen=True)
+class StartTimes:
+    """What the last start of an engine took, by part.
+
+    Attributes:
+        num_kept_stages: Stages that kept their process and their weights.
+        weights_s: Until all stages had their weights. Seconds.
+        links_and_graphs_s: Until they were linked, had warmed up and recorded their graphs. Seconds.
+    """
+
+    num_kept_stages: int = 0
+    weights_s: float = 0.0
+    links_and_graphs_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One pause of an engine: parts of it died, and it was started again.
+
+    Attributes:
+        died: Which part died and why: the error of the first death; or that it was restarted on purpose.
+        notice_s: From the last sign of life, as far as the reporter of the death knows it, to the decision. Seconds.
+        end_s: Until nothing was left of the old engine. Seconds.
+        start_s: Until a new one could be used, waiting for room and starts that failed included. Seconds.
+        num_starts: How many starts it took.
+        num_lost_nodes: How many of the machines that it ran on were gone then.
+        last_start: Parts of the last one.
+    """
+
+    died: str
+    notice_s: float
+    end_s: float
+    start_s: float
+    num_starts: int = 1
+    num_lost_nodes: int = 0
+    last_start: StartTimes = StartTimes()
+
+    @property
+    def total_s(self) -> float:
+        """All of the pause, without what clients need to hand their requests over. Seconds."""
+        return self.notice_s + self.end_s + self.start_s
+
+
+class EngineWatcher(Protocol):
+    """Is notified when an engine dies and comes back.
+
+    Called from threads of the engine's owner, one call at a time; must return soon.
+    """
+
+    def engine_lost(self, error: RayppError | None) -> None:
+        """A part died. The engine is being started again: `engine_back` or `engine_dead` follows.
+
+        Args:
+            error: What it died of; None: it is replaced on purpose.
+        """
+
+    def engine_back(self, client_address: str, *, is_explained: bool) -> None:
+        """It runs again, at this address.
+
+        Args:
+            client_address: Of its driver.
+            is_explained: Whether it is known that it died of no request: it was replaced on purpose, or lost a node.
+        """
+
+    def engine_dead(self, error: RayppError) -> None:
+        """It is gone for good: its restarts are used up, or it cannot start. Nothing follows."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +127,7 @@ class _Death:
 
 
 class Supervisor(Generic[LifeT]):
-    """Looks after one engine, from a thread of its own."""
+    """Restarts one engine when it dies, from its own thread."""
 
     def __init__(
         self,
@@ -71,7 +139,7 @@ class Supervisor(Generic[LifeT]):
         on_end: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin to look after an engine that runs.
+        """Begin with an engine that runs.
 
         Args:
             first: Its first life.
@@ -90,7 +158,7 @@ class Supervisor(Generic[LifeT]):
         self._obstacle = obstacle
         self._on_end = on_end
         self._clock = clock
-        self._lock = threading.RLock()  # of all that follows; held while watchers are told, which keeps the order
+        self._lock = threading.RLock()  # of all that follows; held while watchers are notified, which keeps the order
         self._reported = threading.Condition(self._lock)
         self._watchers: list[EngineWatcher] = []
         self._death: _Death | None = None  # of the present life, while nothing has come of it
@@ -127,7 +195,7 @@ class Supervisor(Generic[LifeT]):
             return list(self._recoveries)
 
     def watch(self, watcher: EngineWatcher) -> None:
-        """Tell somebody what becomes of the engine: what it is now, if it does not run, before this returns."""
+        """Notify a watcher from now on; if the engine does not run now, before this returns."""
         with self._lock:
             self._watchers.append(watcher)
             if self._final is not None:
@@ -136,7 +204,7 @@ class Supervisor(Generic[LifeT]):
                 watcher.engine_lost(self._death.error)
 
     def report_death(self, error: RayppError, client_address: str) -> None:
-        """Take in that a life has died, from whoever finds it out; see `raypp.api.launch.EngineHandle`."""
+        """Take in a report that a life has died; see `raypp.api.launch.EngineHandle`."""
         with self._lock:
             if self._death is None and client_address == self._life.client_address and not self.is_closing.is_set():
                 silent_s = error.silent_s if isinstance(error, EngineDeadError) else 0.0
@@ -162,7 +230,7 @@ class Supervisor(Generic[LifeT]):
                 self._restarts.pop()
 
     def stop(self, timeout_s: float) -> bool:
-        """Start nothing any more, and tell nobody; return whether whatever was under way has ended.
+        """Start no life and notify no watcher any more; return whether what was under way has ended.
 
         Args:
             timeout_s: How long it is waited for.
@@ -189,7 +257,7 @@ class Supervisor(Generic[LifeT]):
             try:
                 final = None if death.error is None else self._reason_to_give_up(death.error)
                 final = final or self._recover(death)
-            except Exception as error:  # whoever waits for the engine must hear something
+            except Exception as error:  # watchers that wait for the engine must be notified
                 logger.exception("the engine cannot be started again")
                 final = _cannot_start(death, error)
             if final is not None:

@@ -4,34 +4,169 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
 from raypp.driver.engine_loop import Engine
 from raypp.driver.grammars import Grammars
+from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, ItemsStored, encoder_sums
 from raypp.driver.pipeline import Pipeline
+from raypp.encoder.build_encoder import build_manager
+from raypp.encoder.delivery import ItemReceiver, ItemSender, Parcel
+from raypp.encoder.worker import EncoderWorker
+from raypp.grammar.grammar_threads import Job, MaskJob
+from raypp.grammar.vocabulary import Vocabulary, VocabularySource
 from raypp.graphs.graph_manager import CudaGraphManager
-from raypp.messages import Int32s
+from raypp.messages import Int32s, MaskUpdate, StepPlan, StepResult, pack, unpack
 from raypp.models.config import ModelConfig
+from raypp.models.registry import build_encoder
+from raypp.models.weights import open_weights
 from raypp.plan.engine_plan import EnginePlan
-from raypp.prompt_items import PromptItems
+from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.request import Request, RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
 from raypp.scheduler.scheduler_stats import SchedulerStats
 from raypp.stage.build_stage import StageFactory, allocate_kv_caches, build_stage_model
+from raypp.stage.loop import SteppedStage
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage import Stage
 from raypp.stage.stage_spec import StageSpec
+from raypp.stage.step_items import ItemStore
 from raypp.stage.step_sizes import StepSizes
-from raypp.testing.inline_grammars import InlineGrammars
-from raypp.testing.local_encoder import LocalEncoder
-from raypp.testing.local_pipeline import LocalPipeline
 from raypp.tracing import Tracer
+from raypp.transport.edges import OpenEdge
+from raypp.transport.ipc.cuda_device import CudaDevice
 from raypp.transport.open import open_local_links
 from raypp.types import SamplingParams
+
+
+class LocalPipeline:
+    """A `Pipeline` of stages joined by local links. Every plan is packed and unpacked, as it would be on the wire."""
+
+    def __init__(self, stages: Sequence[SteppedStage]) -> None:
+        self._stages = stages
+        self._submitted: list[StepPlan] = []
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a plan; `collect` executes it."""
+        self._submitted.append(unpack(StepPlan, pack(plan)))
+
+    def send_masks(self, update: MaskUpdate) -> None:
+        """Tell the last stage which tokens grammars allow."""
+        self._stages[-1].take_masks(unpack(MaskUpdate, pack(update)))
+
+    def collect(self) -> list[StepResult]:
+        """Execute the oldest plan and return its result: the others stay in flight, as they would in real life."""
+        if not self._submitted:
+            return []
+        plan = self._submitted.pop(0)
+        result = None
+        with torch.inference_mode():
+            for stage in self._stages:
+                stage.announce(plan)
+                result = stage.step(plan)
+        assert result is not None
+        return [unpack(StepResult, pack(result.wait()))]
+
+    def close(self) -> None:
+        """Forget the plans that were not executed."""
+        self._submitted.clear()
+
+
+class LocalEncoder:
+    """The plan's own tower behind its graphs' manager, cache and parcels. An `ItemEncoders`.
+
+    Args:
+        plan: Of the engine.
+        store: Of the first stage.
+    """
+
+    def __init__(self, plan: EnginePlan, store: ItemStore) -> None:
+        spec, device = plan.encoders.spec(0), torch.device(plan.device)
+        source = open_weights(spec.load_format, spec.model_path, spec.seed, device)
+        tower = build_encoder(plan.model, dtype=getattr(torch, plan.dtype), device=device, source=source)
+        self.worker = EncoderWorker(build_manager(tower, spec), spec.cache_bytes, device)
+        self._store = store
+        self._sender = ItemSender(device)
+        self._receiver = ItemReceiver(device, CudaDevice)
+        self._events: list[ItemEvent] = []
+
+    def encode(self, items: Sequence[EncoderItem]) -> None:
+        """Encode the items, and put them into the store."""
+        faults = {fault.key: fault.error for fault in self.worker.deliver(items, self._sender, self._put)}
+        self._events.append(ItemsStored([item.key for item in items if item.key not in faults]))
+        self._events += [ItemFailed(key, error) for key, error in faults.items()]
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Take embeddings out of the store."""
+        for key in keys:
+            self._store.drop(key)
+        self._events.append(ItemsDropped(keys))
+
+    def poll(self) -> list[ItemEvent]:
+        """Return what happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def stats(self) -> dict[str, Any]:
+        """Return the encoder's figures."""
+        counted = self.worker.stats()
+        return {"encoders": {"num_encoders": 1, "num_up": 1, "actors": [counted]}, **encoder_sums([counted])}
+
+    def _put(self, parcel: Parcel) -> None:
+        for item in self._receiver.take_in(0, parcel):
+            self._store.put(item)
+
+
+class InlineGrammars:
+    """A `GrammarBackend`."""
+
+    def __init__(self, source: VocabularySource, *, lateness: random.Random | None = None) -> None:
+        """Do nothing yet; the tokenizer is loaded when the first grammar comes.
+
+        Args:
+            source: Of the vocabulary.
+            lateness: Hold masks back at random, by this many calls of `receive`.
+        """
+        self._source = source
+        self._lateness = lateness
+        self._done: deque[tuple[int, Job]] = deque()
+        self._num_calls = 0
+
+    def submit(self, job: Job) -> None:
+        """Do a job now."""
+        job.run(lambda: self._vocabulary)
+        is_late = self._lateness is not None and isinstance(job, MaskJob)
+        delay = self._lateness.choice((0, 0, 1, 2, 5)) if is_late and self._lateness is not None else 0
+        self._done.append((self._num_calls + delay, job))
+
+    def receive(self) -> list[Job]:
+        """Return what is due."""
+        self._num_calls += 1
+        due = [job for call, job in self._done if call <= self._num_calls]
+        self._done = deque(entry for entry in self._done if entry[0] > self._num_calls)
+        return due
+
+    def fileno(self) -> int | None:
+        """Return nothing: a job is done as soon as it was submitted."""
+        return None
+
+    def give_up(self, job: Job) -> None:
+        """Do nothing: no job is under way between two calls."""
+
+    def close(self) -> None:
+        """End nothing."""
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return self._source.load()
+
 
 MakeGraphs = Callable[[StageSpec], CudaGraphManager]
 
@@ -49,6 +184,10 @@ def build_local_stages(
     config: ModelConfig,
     factory: StageFactory | None = None,
     make_graphs: MakeGraphs | None = None,
+    *,
+    deadline_s: float = 0.0,
+    open_edge: OpenEdge | None = None,
+    tracers: Sequence[Tracer] | None = None,
 ) -> list[LocalStage]:
     """Return the stages of a pipeline, joined by local links.
 
@@ -57,6 +196,9 @@ def build_local_stages(
         config: The model's.
         factory: Makes their models, if the checkpoint does not.
         make_graphs: Makes what keeps a stage's recordings, if not the device decides.
+        deadline_s: See `open_local_links`.
+        open_edge: See there.
+        tracers: Of the stages; None: nothing is traced.
     """
     models = [build_stage_model(spec, config, factory) for spec in specs]
     schemas = StageSchemas.of(specs[0], models[0].hidden_size)
@@ -65,12 +207,14 @@ def build_local_stages(
         forward=schemas.forward_messages(specs[0]),
         feedback=schemas.feedback_messages(specs[0]),
         device=torch.device(specs[0].device),
+        deadline_s=deadline_s,
+        open_edge=open_edge,
     )
-    silent, stages = Tracer("local", enabled=False), []
-    for spec, model, of_stage in zip(specs, models, links, strict=True):
+    tracers, stages = tracers or [Tracer("local", enabled=False)] * len(specs), []
+    for spec, model, of_stage, tracer in zip(specs, models, links, tracers, strict=True):
         kv_caches = allocate_kv_caches(spec, config)
         graphs = None if make_graphs is None else make_graphs(spec)
-        stages.append(LocalStage(Stage(spec, model, kv_caches, of_stage, schemas, silent, graphs), kv_caches))
+        stages.append(LocalStage(Stage(spec, model, kv_caches, of_stage, schemas, tracer, graphs), kv_caches))
     sizes = StepSizes.common([local.stage.recordings.sizes for local in stages])
     for local in stages:
         local.stage.pad_to(sizes)

@@ -12,6 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from raypp.errors import EngineDeadError
+from raypp.messages import NO_STEP
 from raypp.transport.link import LinkReceiver, LinkSender
 
 NUM_FORWARD_SLOTS = 3
@@ -72,6 +76,38 @@ class EdgeEnds:
         """Add ends."""
         self.senders.update(other.senders)
         self.receivers.update(other.receivers)
+
+
+class StreamEnd:
+    """What the ends of links between GPUs have in common.
+
+    Args:
+        slots: uint8 [num_slots, slot_bytes].
+        on_close: Called once, when the end is closed.
+    """
+
+    def __init__(self, slots: torch.Tensor, on_close: Callable[[], None]) -> None:
+        self.slots = slots
+        self._slots = slots.unbind()
+        self._on_close = on_close
+        self._acquired = NO_STEP
+        self._is_aborted = False
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Give the end up. What a stage's ends share is released with the last of them."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._on_close()
+
+    def _check(self, step_id: int) -> None:
+        if self._is_aborted:
+            raise EngineDeadError(f"the link was aborted before step {step_id}")
+
+    def _check_acquired(self, step_id: int) -> None:
+        assert step_id == self._acquired, f"step {step_id} is sent, but {self._acquired} was acquired"
+        self._check(step_id)
+        self._acquired = NO_STEP
 
 
 def after_last(count: int, function: Callable[[], None]) -> Callable[[], None]:

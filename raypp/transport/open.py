@@ -19,13 +19,11 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it w
 from raypp.config.sections import LinkKind, TransportKind
 from raypp.errors import ConfigError
 from raypp.transport.edges import Edge, EdgeEnds, OpenEdge, StageLinks, edges_at, links_in_one_process, pipeline_edges
-from raypp.transport.host.device_copy import DeviceCopyReceiver, DeviceCopySender
 from raypp.transport.host.gloo import GlooConnection, GlooDevice
 from raypp.transport.host.local import LocalReceiver, LocalSender, open_local_edge
 from raypp.transport.host.ring import Connection, RingReceiver, RingSender
 from raypp.transport.ipc.cuda_device import CudaDevice
 from raypp.transport.ipc.region import IpcRegion
-from raypp.transport.link import LinkReceiver, LinkSender
 from raypp.transport.link_choice import StagePlace, resolve_link
 from raypp.transport.nccl.nccl_ends import NcclEdges
 from raypp.transport.rendezvous import Meeting, Rendezvous
@@ -192,20 +190,14 @@ class _LinkOpener:
         return region.ends()
 
     def _open_rings(self, edges: list[Edge], connect: Callable[[Edge], Connection[Any]], opened: ExitStack) -> EdgeEnds:
-        ends = EdgeEnds()
+        ends, device = EdgeEnds(), None if self.device.type == "cpu" else self.device
         for edge in edges:
             connection = connect(edge)
             opened.callback(connection.close)
             if self.stage_index == edge.sender:
-                sender: LinkSender = RingSender(connection, edge.num_slots, edge.slot_bytes)
-                if self.device.type != "cpu":
-                    sender = DeviceCopySender(sender, edge.slot_bytes, self.device)
-                ends.senders[edge.name] = sender
+                ends.senders[edge.name] = RingSender(connection, edge.num_slots, edge.slot_bytes, device)
             else:
-                receiver: LinkReceiver = RingReceiver(connection, edge.num_slots, edge.slot_bytes)
-                if self.device.type != "cpu":
-                    receiver = DeviceCopyReceiver(receiver, edge.num_slots, edge.slot_bytes, self.device)
-                ends.receivers[edge.name] = receiver
+                ends.receivers[edge.name] = RingReceiver(connection, edge.num_slots, edge.slot_bytes, device)
         return ends
 
     def _gloo(self) -> Callable[[Edge], Connection[Any]]:

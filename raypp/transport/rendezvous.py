@@ -1,6 +1,6 @@
 """A small key-value store on the first stage, where the stages of a pipeline meet before they have links.
 
-The store is needed until all links are open. It is torch's, which is imported only by who hosts or uses it: the driver
+The store is needed until all links are open. It is torch's, imported only where it is hosted or used: the driver
 passes the address on without loading torch.
 """
 
@@ -63,7 +63,7 @@ class Meeting:
         timeout_s: How long the stages may take to meet, counted from now.
 
     Raises:
-        DeadlineError: nobody listens there.
+        DeadlineError: nothing listens there.
     """
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:

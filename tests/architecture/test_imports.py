@@ -40,7 +40,7 @@ def test_breaches_are_found(tmp_path: Path) -> None:
     (package / "driver" / "breach.py").write_text('"""Breaks another."""\n\nimport ray\n')
     (package / "plan" / "breach.py").write_text('"""Breaks the layers."""\n\nimport raypp.driver.engine_loop\n')
     (package / "transport" / "host" / "breach.py").write_text(
-        '"""Breaks one of the rooms."""\n\nimport raypp.transport.ipc.flags\n'
+        '"""Breaks one of the rooms."""\n\nimport raypp.transport.ipc.ipc_ends\n'
     )
     (package / "driver" / "link_breach.py").write_text(
         '"""Breaks another."""\n\nimport raypp.transport.nccl.nccl_ends\n'
@@ -57,7 +57,7 @@ def test_breaches_are_found(tmp_path: Path) -> None:
         "raypp.driver.breach -> ray",
         "raypp.plan.breach -> raypp.driver",
         "serve_app.routes.breach -> ray",
-        "raypp.transport.host.breach -> raypp.transport.ipc.flags",
+        "raypp.transport.host.breach -> raypp.transport.ipc.ipc_ends",
         "raypp.driver.link_breach -> raypp.transport.nccl.nccl_ends",
         "raypp.ops.cpu.breach -> raypp.ops.cuda.kernel_launch",
         "raypp.ops.cpu.breach -> triton",

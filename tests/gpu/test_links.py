@@ -114,8 +114,8 @@ def test_links_around_graph_replays(processes: StageProcesses, setup: Setup) -> 
 def test_host_links_under_gpu_tensors(processes: StageProcesses) -> None:
     with opened(processes, ("gloo", ["cuda:0", "cuda:0"])) as pipeline:
         assert pipeline.kinds == [
-            ["DeviceCopySender", "DeviceCopyReceiver"],
-            ["DeviceCopyReceiver", "DeviceCopySender"],
+            ["RingSender", "RingReceiver"],
+            ["RingReceiver", "RingSender"],
         ]
         assert pipeline.run(programs.run_ring, 200, FORWARD_BYTES, FEEDBACK_BYTES) == [0, 0]
 

@@ -55,7 +55,7 @@ def actors() -> Any:
 def test_ray_collective_under_gpu_tensors(actors: list[Any]) -> None:
     server = RendezvousServer()
     kinds = ray.get([actor.open.remote(index, server.address) for index, actor in enumerate(actors)], timeout=120)
-    assert kinds == [["DeviceCopySender", "DeviceCopyReceiver"], ["DeviceCopyReceiver", "DeviceCopySender"]]
+    assert kinds == [["RingSender", "RingReceiver"], ["RingReceiver", "RingSender"]]
     assert ray.get([actor.run.remote() for actor in actors], timeout=120) == [0, 0]
     ray.get([actor.close.remote() for actor in actors], timeout=60)
     server.close()

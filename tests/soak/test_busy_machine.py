@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from raypp.actors.local_process import LocalProcess, await_end, with_descendants
+from raypp.actors.processes import LocalProcess, await_end, with_descendants
 
 pytestmark = pytest.mark.part("chaos")
 

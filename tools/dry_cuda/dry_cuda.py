@@ -99,7 +99,7 @@ def install() -> None:
         "triton.runtime.interpreter": interpreter_hook,
         "raypp.ops.cuda.kernel_launch": launch_hook,
         "raypp.transport.ipc.cuda_device": link_hook,
-        "raypp.transport.current_stream": stream_hook,
+        "raypp.transport.gpu_access": stream_hook,
         "raypp.graphs.cuda_graphs": graphs_hook,
         "ray._private.accelerators.nvidia_gpu": ray_hook,
     }

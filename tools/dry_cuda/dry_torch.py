@@ -164,7 +164,7 @@ def graph(
 
 
 class CurrentStream:
-    """See `raypp.transport.current_stream`."""
+    """See `raypp.transport.gpu_access`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

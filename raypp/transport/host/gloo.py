@@ -40,7 +40,7 @@ class GlooDevice:
         group: Any = ProcessGroupGloo  # its type declarations lack the options and point-to-point messages
         options = group._Options()
         options._devices = [self._device]
-        options._threads = 1  # for collectives, which nobody calls
+        options._threads = 1  # for collectives, which are not used
         options._timeout = timedelta(seconds=timeout_s)
         return group(store, rank, 2, options)
 
@@ -50,7 +50,7 @@ class GlooConnection:
 
     Args:
         device: This process's.
-        store: A store that the two ends of this edge share with nobody else.
+        store: A store that the two ends of this edge share with no other edge.
         rank: 0 for the sender, 1 for the receiver.
         peer_index: The stage at the other end.
         open_timeout_s: How long the other end may take to come.
@@ -129,7 +129,7 @@ class GlooConnection:
         if group is None:
             return
         # ProcessGroupGloo.abort() does nothing. But a wait that runs out makes gloo close the group's connections, and
-        # that ends all other waits. So wait one millisecond for a message that nobody sends.
+        # that ends all other waits. So wait one millisecond for a message that is never sent.
         try:
             group.recv([torch.empty(1, dtype=torch.uint8)], self._peer_rank, MAX_SLOTS).wait(timedelta(milliseconds=1))
         except RuntimeError:

@@ -138,7 +138,7 @@ class CollectiveConnection:
             return
         self._closed = True
         if self._transfers:
-            self.abort()  # nobody will send what is still to be received
+            self.abort()  # what is still to be received will not be sent
         self._thread.shutdown()
         self._group.leave()
 

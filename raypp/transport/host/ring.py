@@ -4,6 +4,9 @@ Each end has slots of its own. A message stays in the sender's slot until the re
 
     sender:   slot free -> acquired -> in flight (a transfer) -> free
     receiver: slot free -> posted (a transfer) -> received -> released, and posted again if that was asked for already
+
+Where a stage computes on a GPU, each message is copied to the host, and back on the other side. Every copy waits for
+the GPU: such links are for users who ask for them, or GPUs that have no other.
 """
 
 from __future__ import annotations
@@ -52,18 +55,36 @@ class Connection(Protocol[TransferT]):
 
 
 class _RingEnd(Generic[TransferT]):
-    """What both ends do alike."""
+    """What both ends do alike.
 
-    def __init__(self, connection: Connection[TransferT], num_slots: int, slot_bytes: int) -> None:
+    Args:
+        connection: To the other end.
+        num_slots: Of the edge.
+        slot_bytes: Of the edge.
+        device: Where a stage that computes on a GPU has its slots; None: they are in host memory.
+        num_device_slots: How many it has there.
+    """
+
+    def __init__(
+        self,
+        connection: Connection[TransferT],
+        num_slots: int,
+        slot_bytes: int,
+        device: torch.device | None,
+        num_device_slots: int,
+    ) -> None:
         assert 2 <= num_slots <= MAX_SLOTS, "one slot cannot be written while it is read"
         self._connection = connection
         self._all_slots = torch.zeros(num_slots, slot_bytes, dtype=torch.uint8)
         self._slots = self._all_slots.unbind()
+        self._device_slots: torch.Tensor | None = None
+        if device is not None:
+            self._device_slots = torch.zeros(num_device_slots, slot_bytes, dtype=torch.uint8, device=device)
 
     @property
     def slots(self) -> torch.Tensor:
         """All slots, uint8 [num_slots, slot_bytes]."""
-        return self._all_slots
+        return self._all_slots if self._device_slots is None else self._device_slots
 
     def abort(self) -> None:
         """End waits in progress, here and at the peer. From any thread."""
@@ -71,10 +92,12 @@ class _RingEnd(Generic[TransferT]):
 
 
 class RingSender(_RingEnd[TransferT]):
-    """The sending end; see `LinkSender`."""
+    """The sending end; see `LinkSender`. One slot on a device is enough: `send` waits until it is copied."""
 
-    def __init__(self, connection: Connection[TransferT], num_slots: int, slot_bytes: int) -> None:
-        super().__init__(connection, num_slots, slot_bytes)
+    def __init__(
+        self, connection: Connection[TransferT], num_slots: int, slot_bytes: int, device: torch.device | None = None
+    ) -> None:
+        super().__init__(connection, num_slots, slot_bytes, device, 1)
         self._in_flight: list[TransferT | None] = [None] * num_slots
         self._acquired = NO_STEP
 
@@ -85,13 +108,16 @@ class RingSender(_RingEnd[TransferT]):
             self._connection.wait(transfer, f"sending step {step_id - len(self._slots)} to")
             self._in_flight[slot] = None
         self._acquired = step_id
-        return self._slots[slot]
+        return self._slots[slot] if self._device_slots is None else self._device_slots[0]
 
     def send(self, step_id: int, num_bytes: int) -> None:
         """Begin to send the first `num_bytes` of the step's slot."""
         assert step_id == self._acquired, f"step {step_id} is sent, but {self._acquired} was acquired"
         slot = step_id % len(self._slots)
-        self._in_flight[slot] = self._connection.send(self._slots[slot][:num_bytes], slot)
+        message = self._slots[slot][:num_bytes]
+        if self._device_slots is not None:
+            message.copy_(self._device_slots[0, :num_bytes])
+        self._in_flight[slot] = self._connection.send(message, slot)
         self._acquired = NO_STEP
 
     def close(self) -> None:
@@ -109,8 +135,11 @@ class RingSender(_RingEnd[TransferT]):
 class RingReceiver(_RingEnd[TransferT]):
     """The receiving end; see `LinkReceiver`."""
 
-    def __init__(self, connection: Connection[TransferT], num_slots: int, slot_bytes: int) -> None:
-        super().__init__(connection, num_slots, slot_bytes)
+    def __init__(
+        self, connection: Connection[TransferT], num_slots: int, slot_bytes: int, device: torch.device | None = None
+    ) -> None:
+        super().__init__(connection, num_slots, slot_bytes, device, num_slots)
+        self._num_bytes: dict[int, int] = {}  # of posted steps, if slots are on a device
         self._posted: list[TransferT | None] = [None] * num_slots
         self._steps = [NO_STEP] * num_slots  # whose message is in the slot, or will be
         self._queued: list[deque[int]] = [deque() for _ in range(num_slots)]  # steps that wait for the slot
@@ -120,6 +149,8 @@ class RingReceiver(_RingEnd[TransferT]):
         """Receive the step's message as soon as its slot is free: now, or when the slot is released."""
         slot = step_id % len(self._slots)
         assert num_bytes <= len(self._slots[slot]), f"step {step_id}: {num_bytes} bytes exceed the slot"
+        if self._device_slots is not None:
+            self._num_bytes[step_id] = num_bytes
         with self._lock:
             if self._steps[slot] == NO_STEP:
                 self._post(step_id, slot)
@@ -133,13 +164,18 @@ class RingReceiver(_RingEnd[TransferT]):
         if (transfer := self._posted[slot]) is not None:
             self._connection.wait(transfer, f"receiving step {step_id} from")
             self._posted[slot] = None
-        return self._slots[slot]
+        if self._device_slots is None:
+            return self._slots[slot]
+        num_bytes = self._num_bytes[step_id]
+        self._device_slots[slot, :num_bytes].copy_(self._slots[slot][:num_bytes])
+        return self._device_slots[slot]
 
     def release(self, step_id: int) -> None:
         """Give the slot to the next step that was posted for it."""
         slot = step_id % len(self._slots)
         assert self._steps[slot] == step_id, f"step {step_id} is released; its slot has {self._steps[slot]}"
         assert self._posted[slot] is None, f"step {step_id} is released before it was waited for"
+        self._num_bytes.pop(step_id, None)
         with self._lock:
             self._steps[slot] = NO_STEP
             if self._queued[slot]:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from raypp.errors import ConfigError, ResourceError, install
-from raypp.transport.current_stream import CurrentStream
-from raypp.transport.dlpack import tensor_at
+from raypp.transport.gpu_access import CurrentStream, tensor_at
 
 _GRANULARITY = 1 << 21
 _POLL_S = 0.001
@@ -65,7 +64,7 @@ class CudaDevice:
         return int(self._call(f"allocate {rounded} bytes for link slots", self._driver.cuMemAlloc, rounded))
 
     def free(self, address: int) -> None:
-        """Free an allocation. Nobody may have it mapped any more."""
+        """Free an allocation. No process may have it mapped any more."""
         self._enter()
         self._call("free link slots", self._driver.cuMemFree, address)
 
@@ -101,7 +100,7 @@ class CudaDevice:
         return tensor_at(address, num_bytes, self._device)
 
     def wait(self, flag: int, value: int) -> None:
-        """Let the current stream wait until the flag has reached `value` (`flags.has_reached`). Returns at once."""
+        """Let the current stream wait until the flag has reached `value`, modulo 2^32. Returns at once."""
         stream = self._enter_stream()
         self._call("wait on a flag", self._driver.cuStreamWaitValue32, stream, flag, value, self._wait_flags)
 

@@ -4,23 +4,30 @@
 
 The flag of a receiving end holds what was published to it, that of a sending end what was released to it. Neighbours
 know the layout from the edges alone, so they exchange only a handle and an address.
+
+Memory is freed only after all neighbours have unmapped it, see `UnmapBarrier`. A stage that was killed needs to send
+nothing: its socket ends with it. Sockets are in Linux's abstract namespace, so no file is left over; but other users of
+the machine see the names, and may connect. So both ends check whose process the other is.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import secrets
+import socket
+import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from raypp.errors import DeadlineError
 from raypp.transport.edges import Edge, EdgeEnds, after_last, edges_at
 from raypp.transport.ipc.cuda_device import CudaDevice
-from raypp.transport.ipc.flags import INITIAL_VALUE, FlagForcer
-from raypp.transport.ipc.ipc_ends import IpcEdgeMemory, IpcReceiver, IpcSender
-from raypp.transport.ipc.unmap_barrier import UnmapBarrier
+from raypp.transport.ipc.ipc_ends import INITIAL_VALUE, FlagForcer, IpcEdgeMemory, IpcReceiver, IpcSender
 from raypp.transport.rendezvous import Meeting
 
 logger = logging.getLogger(__name__)
@@ -28,6 +35,8 @@ logger = logging.getLogger(__name__)
 _FLAG_STRIDE = 128  # each flag has a cache line of its own: polling it does not slow writes of another
 _SLOT_ALIGNMENT = 512
 _CLOSE_TIMEOUT_S = 5.0
+_STAGE_INDEX = struct.Struct("<i")
+_CREDENTIALS = struct.Struct("3i")  # pid, user, group: `ucred` of Linux
 
 
 @dataclass(frozen=True)
@@ -151,3 +160,105 @@ class IpcRegion:
 
 def _round_up(num_bytes: int) -> int:
     return -(-num_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+
+
+class UnmapBarrier:
+    """One stage's sockets to its neighbours, one each.
+
+    Args:
+        stage_index: Of this stage.
+    """
+
+    def __init__(self, stage_index: int) -> None:
+        self._stage_index = stage_index
+        self._sockets: dict[int, socket.socket] = {}
+        self.address = f"raypp-{secrets.token_hex(16)}"
+        """Where neighbours of a higher index connect to."""
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"\0{self.address}")
+        self._listener.listen(64)
+
+    def connect(self, addresses: Mapping[int, str], timeout_s: float) -> None:
+        """Connect to all neighbours.
+
+        Args:
+            addresses: Of the neighbours, by stage index.
+            timeout_s: How long they may take to come.
+
+        Raises:
+            DeadlineError: one did not come, or cannot be reached.
+        """
+        ends = time.monotonic() + timeout_s
+        for peer, address in addresses.items():
+            if peer < self._stage_index:
+                self._sockets[peer] = self._connect_to(peer, address, timeout_s)
+        awaited = {peer for peer in addresses if peer > self._stage_index}
+        while awaited:
+            self._listener.settimeout(max(ends - time.monotonic(), 0.001))
+            try:
+                connection, _ = self._listener.accept()
+                connection.settimeout(max(ends - time.monotonic(), 0.001))
+                received = b""
+                if _user_of(connection) == os.geteuid():
+                    received = connection.recv(_STAGE_INDEX.size, socket.MSG_WAITALL)
+            except OSError as error:
+                raise DeadlineError(
+                    f"stage {min(awaited)} did not connect", got=str(error), expected=f"a connection in {timeout_s} s"
+                ) from error
+            newcomer = _STAGE_INDEX.unpack(received)[0] if len(received) == _STAGE_INDEX.size else None
+            if newcomer in awaited:
+                awaited.remove(newcomer)
+                self._sockets[newcomer] = connection
+            else:
+                connection.close()
+        self._listener.close()
+
+    def arrive(self) -> None:
+        """Tell all neighbours that this stage has unmapped their memory."""
+        for connection in self._sockets.values():
+            try:
+                connection.shutdown(socket.SHUT_WR)
+            except OSError:
+                continue  # it is gone
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """Wait until all neighbours have arrived or are gone; return the stages that took longer than `timeout_s`."""
+        ends = time.monotonic() + timeout_s
+        missing = []
+        for peer, connection in self._sockets.items():
+            connection.settimeout(max(ends - time.monotonic(), 0.001))
+            try:
+                connection.recv(1)
+            except TimeoutError:
+                missing.append(peer)
+            except OSError:
+                continue  # it is gone
+        return missing
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for connection in [self._listener, *self._sockets.values()]:
+            connection.close()
+
+    def _connect_to(self, peer: int, address: str, timeout_s: float) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(f"\0{address}")
+            if (user := _user_of(connection)) != os.geteuid():
+                raise PermissionError(f"its socket is of user {user}, this process of user {os.geteuid()}")
+            connection.sendall(_STAGE_INDEX.pack(self._stage_index))
+        except OSError as error:
+            connection.close()
+            raise DeadlineError(
+                f"stage {peer} cannot be reached",
+                got=str(error),
+                hint="ipc links need stages in one network namespace of one node; transport=nccl does not",
+            ) from error
+        return connection
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Return the id of the user whose process is at the other end."""
+    _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(user)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypp.actors.cluster_hardware import may_be_elsewhere, smallest_of
+from raypp.actors.engine_actors import may_be_elsewhere, smallest_of
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.hardware import Hardware
 

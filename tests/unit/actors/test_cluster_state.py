@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from raypp.actors import cluster_state
-from raypp.actors.cluster_state import local_cluster, named_cluster
+from raypp.actors import cluster
+from raypp.actors.cluster import local_cluster, named_cluster
 
 _SETTINGS_FRAME = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # with which who speaks HTTP/2 answers
 
@@ -29,10 +29,10 @@ class _Connection:
 def connection(monkeypatch: pytest.MonkeyPatch) -> _Connection:
     made = _Connection()
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    monkeypatch.setattr(cluster_state, "Cluster", made)
-    monkeypatch.setattr(cluster_state, "alive_nodes", lambda: [1, 2])
-    monkeypatch.setattr(cluster_state.ray, "cluster_resources", lambda: {"GPU": 4.0})
-    monkeypatch.setattr(cluster_state.ray, "available_resources", lambda: {"GPU": 1.0})
+    monkeypatch.setattr(cluster, "Cluster", made)
+    monkeypatch.setattr(cluster, "alive_nodes", lambda: [1, 2])
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"GPU": 4.0})
+    monkeypatch.setattr(cluster.ray, "available_resources", lambda: {"GPU": 1.0})
     return made
 
 
@@ -45,7 +45,7 @@ def test_the_connection_is_left_when_ray_fails(connection: _Connection, monkeypa
     def fail() -> None:
         raise RuntimeError("gone")
 
-    monkeypatch.setattr(cluster_state.ray, "cluster_resources", fail)
+    monkeypatch.setattr(cluster.ray, "cluster_resources", fail)
     with pytest.raises(RuntimeError, match="gone"):
         named_cluster()
     assert connection.num_disconnects == 1

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import raypp.stage.build_stage
-from raypp.actors.collector import collector_paused
+from raypp.actors.processes import collector_paused
 from raypp.actors.stage_actor import StageActor
 
 

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from raypp.actors.driver_actor import DriverActor
-from raypp.actors.placement import Placement, StagePlace
+from raypp.actors.placement import BundlePlace, Placement
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import DeadlineError
 from raypp.plan.engine_plan import plan_engine
@@ -83,7 +83,7 @@ def test_no_stage_is_left_while_it_is_asked_for_its_trace(tmp_path):
 @pytest.mark.parametrize("is_on_one_node", [True, False])
 def test_steps_cross_the_network_only_encrypted(folder, is_on_one_node):
     nodes = ["here", "here" if is_on_one_node else "there"]
-    places = tuple(StagePlace(index, node_id) for index, node_id in enumerate(nodes))
+    places = tuple(BundlePlace(index, node_id) for index, node_id in enumerate(nodes))
     # Both nodes are this machine.
     placement = Placement(cast(Any, None), "here", places, (), dict.fromkeys(nodes, "127.0.0.1"))
     plan = plan_engine(EngineConfig.from_flat("tiny", num_stages=2), Hardware(4))

@@ -45,7 +45,7 @@ def test_ray_is_left_only_when_nobody_asks_it_any_more(monkeypatch: pytest.Monke
     for module in (engine_life, stage_pool):
         monkeypatch.setattr(module, "end_processes", lambda *_: None)
     plan = plan_engine(EngineConfig.from_flat("tiny", num_stages=2), Hardware(4))
-    cluster = cast(Cluster, SimpleNamespace(disconnect=left.set, check=lambda: None, is_useful=lambda: True))
+    cluster = cast(Cluster, SimpleNamespace(disconnect=left.set, death=lambda: None, is_useful=lambda: True))
     pool = StagePool(None)
     handle = EngineHandle(plan, Hardware(4), cluster, pool, EngineLife(plan, cluster, pool))
     assert ray.asked.wait(WAIT_S)
@@ -69,7 +69,7 @@ def test_a_restart_plans_for_the_gpus_that_there_are_now(monkeypatch: pytest.Mon
     monkeypatch.setattr(engine_actors, "may_be_elsewhere", lambda *_: True)
     monkeypatch.setattr(engine_actors, "hardware_of_stages", lambda *_: there[0])
     plan = plan_engine(EngineConfig.from_flat("tiny", num_stages=2), large)
-    cluster = cast(Cluster, SimpleNamespace(disconnect=lambda: None, check=lambda: None, is_useful=lambda: True))
+    cluster = cast(Cluster, SimpleNamespace(disconnect=lambda: None, death=lambda: None, is_useful=lambda: True))
     pool = StagePool(None)
     handle = EngineHandle(plan, large, cluster, pool, EngineLife(plan, cluster, pool))
     try:

@@ -13,7 +13,7 @@ from ray._private import node
 from ray.exceptions import RpcError
 from ray.experimental import internal_kv
 
-from raypp.actors.gcs_waits import _UnwantedError, gcs_waits_can_end
+from raypp.actors.cluster import _UnwantedError, gcs_waits_can_end
 
 WAIT_S = 20.0
 NODE_ID = ray.NodeID.from_random().hex()

@@ -10,10 +10,8 @@ import textwrap
 
 import pytest
 
-from raypp.actors import lifeline
-from raypp.actors.lifeline import end_with, live_with
-from raypp.actors.local_process import LocalProcess
-from raypp.actors.processes import ActorProcess
+from raypp.actors import processes
+from raypp.actors.processes import ActorProcess, LocalProcess, end_with, live_with
 
 WAIT_S = 20.0
 
@@ -60,7 +58,7 @@ def test_an_actor_lives_with_its_owner_if_that_is_on_its_node_and_with_its_rayle
     watched: list[LocalProcess] = []
     here = ActorProcess("here", LocalProcess.of_this_process())
     monkeypatch.setattr(ActorProcess, "of_this_process", lambda: here)
-    monkeypatch.setattr(lifeline, "end_with", watched.extend)
+    monkeypatch.setattr(processes, "end_with", watched.extend)
     owner = ActorProcess(node_id, LocalProcess(5, 6))
     assert live_with(owner) is here
     assert watched == [LocalProcess.of_pid(os.getppid()), owner.process][:num_owners]
@@ -70,8 +68,8 @@ def test_the_process_really_ends(sleeper):
     script = textwrap.dedent(
         """
         import sys, threading
-        from raypp.actors.lifeline import end_with
-        from raypp.actors.local_process import LocalProcess
+        from raypp.actors.processes import end_with
+        from raypp.actors.processes import LocalProcess
         end_with([LocalProcess.of_pid(int(sys.argv[1]))], poll_s=0.01)
         print("watching", flush=True)
         threading.Event().wait()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from raypp.actors.local_process import LocalProcess
+from raypp.actors.processes import LocalProcess
 
 WAIT_S = 20.0
 

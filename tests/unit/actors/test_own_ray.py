@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from raypp.actors import cluster, forked
+from raypp.actors import cluster
 from raypp.actors.cluster import Cluster, check_disk, ray_folder
 from raypp.errors import ResourceError
 
@@ -73,7 +73,7 @@ def test_what_ray_tells_of_its_own_goes_to_stderr(
 
 def test_a_forked_child_has_no_ray_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     removed: list[object] = []
-    monkeypatch.setattr(forked, "atexit", SimpleNamespace(unregister=removed.append))
+    monkeypatch.setattr(cluster, "atexit", SimpleNamespace(unregister=removed.append))
     monkeypatch.setattr(Cluster, "_own", SimpleNamespace())
     connection = Cluster(Cluster._own)
     pid = os.fork()

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from raypp.actors import cluster
-from raypp.config.log import is_log_line, log_to_stderr
+from raypp.config.env import is_log_line, log_to_stderr
 
 _PAGE = (
     "A worker died or was killed while executing a task by an unexpected system error. To troubleshoot the problem, "

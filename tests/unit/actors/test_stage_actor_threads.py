@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raypp.actors import stage_actor
-from raypp.actors.stage_actor import StageActor, StageAddresses
+from raypp.actors.stage_actor import StageActor
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
@@ -42,7 +42,7 @@ def test_whichever_thread_builds_has_the_stages_gpu(monkeypatch: pytest.MonkeyPa
     actor = StageActor(plan.stage_spec(0), plan.model, None)
     if call == "connect":
         monkeypatch.setattr(actor, "_model", SimpleNamespace())
-    addresses = StageAddresses(own_host="", rendezvous=None, plan_address="", result_address="", server_key=None)
-    arguments = {"prepare": ("127.0.0.1",), "connect": (addresses, WAIT_S)}[call]
+    addresses = dict[str, Any](own_host="", rendezvous=None, plan_address="", result_address="", server_key=None)
+    arguments = {"prepare": {"own_host": "127.0.0.1"}, "connect": {"timeout_s": WAIT_S, **addresses}}[call]
     with ThreadPoolExecutor(1) as thread, pytest.raises(StageIsBuiltError):
-        thread.submit(getattr(actor, call), *arguments).result(WAIT_S)
+        thread.submit(getattr(actor, call), **arguments).result(WAIT_S)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from raypp.actors import stage_pool
-from raypp.actors.placement import Placement, StagePlace
+from raypp.actors.placement import BundlePlace, Placement
 from raypp.actors.processes import ActorProcess
 from raypp.actors.stage_pool import StagePool
 from raypp.config.engine_config import EngineConfig
@@ -72,7 +72,7 @@ def plan(**settings: object) -> EnginePlan:
 
 
 def placement(*node_ids: str) -> Placement:
-    places = tuple(StagePlace(index, node_id) for index, node_id in enumerate(node_ids))
+    places = tuple(BundlePlace(index, node_id) for index, node_id in enumerate(node_ids))
     return Placement(cast(Any, "group"), "here", places, (), {})
 
 

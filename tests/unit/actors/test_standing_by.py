@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raypp.actors import stage_actor
-from raypp.actors.stage_actor import StageActor, StageAddresses
+from raypp.actors.stage_actor import StageActor
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import EngineDeadError
 from raypp.plan.engine_plan import plan_engine
@@ -19,7 +19,7 @@ from raypp.stage import build_stage
 from raypp.stage import loop as stage_loop
 
 WAIT_S = 20.0
-ADDRESSES = StageAddresses(own_host="", rendezvous=None, plan_address="", result_address="", server_key=None)
+ADDRESSES = dict[str, Any](own_host="", rendezvous=None, plan_address="", result_address="", server_key=None)
 
 
 class FakeStage:
@@ -57,7 +57,7 @@ class World:
     def begin(self) -> threading.Thread:
         """Start a life as a driver does; return the thread of its loop, which runs."""
         self.actor.prepare("127.0.0.1")
-        self.actor.connect(ADDRESSES, WAIT_S)
+        self.actor.connect(WAIT_S, **ADDRESSES)
         self.is_running.clear()
         thread = threading.Thread(target=self._run, daemon=True)
         thread.start()
@@ -108,7 +108,7 @@ def test_it_keeps_its_weights_and_nothing_else(world: World) -> None:
 
 def test_it_stands_by_before_its_loop_began(world: World) -> None:
     world.actor.prepare("127.0.0.1")
-    world.actor.connect(ADDRESSES, WAIT_S)
+    world.actor.connect(WAIT_S, **ADDRESSES)
     assert world.actor.stand_by(WAIT_S)
     assert world.stages[0].is_closed
     world.actor.run(0.1, 1.0)
@@ -143,5 +143,5 @@ def test_who_failed_or_does_not_end_or_is_in_the_middle_is_not_kept(
 
     monkeypatch.setattr(build_stage, "build_stage", never)
     with pytest.raises(EngineDeadError):
-        connecting.actor.connect(ADDRESSES, WAIT_S)
+        connecting.actor.connect(WAIT_S, **ADDRESSES)
     assert not connecting.actor.stand_by(WAIT_S)

@@ -10,9 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raypp.actors.local_process import LocalProcess
-from raypp.actors.processes import ActorProcess
-from raypp.actors.stopped_processes import StoppedProcesses
+from raypp.actors.processes import ActorProcess, LocalProcess, StoppedProcesses
 
 WAIT_S = 20.0
 

@@ -26,7 +26,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.errors import RayppError, StageDiedError
 from raypp.messages import OutputBatch
 from raypp.request import Request
-from raypp.supervision.recovery import EngineWatcher, Recovery
+from raypp.supervision.supervisor import EngineWatcher, Recovery
 from raypp.types import FinishReason
 
 VOCAB_SIZE = 600

@@ -16,10 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypp.batch_job import input_file, line
-from raypp.batch_job.id_index import IdIndex, IdIndexBuilder
-from raypp.batch_job.input_file import bad_lines, scan_input, stream_lines
-from raypp.batch_job.manifest import Manifest
-from raypp.batch_job.output_file import OutputFile
+from raypp.batch_job.input_file import IdIndex, IdIndexBuilder, bad_lines, scan_input, stream_lines
+from raypp.batch_job.output_file import Manifest, OutputFile
 from raypp.errors import ConfigError, ResourceError
 
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 import raypp
 from raypp.api.tokenizer import Tokenizer
 from raypp.batch_job import job
-from raypp.batch_job.job import BatchJob
-from raypp.batch_job.window import Window
+from raypp.batch_job.job import BatchJob, Window
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError, ModelLoadError, QueueFullError, RequestError
 from raypp.openai_api.body_preparer import BodyPreparer

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from batch_engines import ShoutingEngine, Starter, make_settings
 from raypp.batch_job.job import BatchJob
-from raypp.batch_job.stoppable import run_until_stopped
+from raypp.cli.batch import run_until_stopped
 
 class Engine(ShoutingEngine):
     async def complete(self, *args, **kwargs):

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from raypp.cli.fit_text import fit_lines
+from raypp.cli.info import fit_lines
 from raypp.cli.main import main
 from raypp.config.engine_config import EngineConfig
-from raypp.plan.fit_description import describe_fit
-from raypp.plan.hardware import Hardware
-from raypp.plan.machines import read_machines
+from raypp.plan.fit import describe_fit
+from raypp.plan.hardware import Hardware, read_machines
 
 _SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
 

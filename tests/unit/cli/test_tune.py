@@ -14,8 +14,7 @@ from raypp.cli.main import EntryPoints, main
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.plan.measure import MeasuredCosts
-from raypp.plan.tuning import Tuning, tune_partition
+from raypp.plan.measure import MeasuredCosts, Tuning, tune_partition
 
 MACHINE = Hardware(num_cpu_cores=2, memory_bytes=64 << 30)
 

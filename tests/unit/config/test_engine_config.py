@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from raypp.config.engine_config import EngineConfig
+from raypp.config.engine_config import EngineConfig, to_toml
 from raypp.config.env import passed_on, read_environment, warn_of_unknown_variables
 from raypp.config.names import SECTION_OF_SETTING, SECTIONS
-from raypp.config.toml import to_toml
 from raypp.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[3]

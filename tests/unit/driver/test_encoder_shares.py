@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypp.driver.encoder_shares import MAX_ATTEMPTS, MAX_CALLS, EncoderShares, cost_of
+from raypp.driver.item_encoders import MAX_ATTEMPTS, MAX_CALLS, EncoderShares, cost_of
 from raypp.prompt_items import EncoderItem
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raypp.driver.failure_reports import BLAME_S, FailureReports, Witness
+from raypp.driver.stage_health import BLAME_S, FailureReports, Witness
 from raypp.errors import StageDiedError
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from raypp.driver import constraints, grammars
+from raypp.driver import grammars
 from raypp.driver.grammars import GrammarNews, Grammars
 from raypp.errors import RequestError
 from raypp.grammar.grammar_threads import MAX_COMPILERS, CompileJob, Job, MaskJob, SlowMaskJob
@@ -218,7 +218,7 @@ def test_masks_of_a_request_that_has_ended_go_nowhere() -> None:
 
 
 def test_a_constraint_that_was_thrown_out_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraints, "_MAX_KEPT_BYTES", 0)
+    monkeypatch.setattr(grammars, "_MAX_KEPT_BYTES", 0)
     driver = Driver()
     request = driver.added("a")
     driver.added("b", "b+")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_tape import tape_graphs
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import NonFiniteLogitsError
@@ -14,7 +15,6 @@ from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.stage.sampler import Sampler
 from raypp.testing import LocalEngine, build_local_pipeline
-from raypp.testing.op_tape import tape_graphs
 from raypp.types import SamplingParams
 
 PROMPTS = ([5, 6, 7] * 4, [9, 10, 11] * 3, [30, 31] * 5)

@@ -31,9 +31,8 @@ from raypp.client_messages import (
 )
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine_loop import Engine
-from raypp.driver.failure_reports import FailureReports, Witness
 from raypp.driver.server import DriverServer, OpenRequests, open_client_socket
-from raypp.driver.stage_health import StageHealth
+from raypp.driver.stage_health import FailureReports, StageHealth, Witness
 from raypp.errors import QueueFullError, StageDiedError
 from raypp.messages import NO_STEP, OutputBatch, StepPlan, StepResult, pack, unpack
 from raypp.request import Request

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from op_tape import OpTapes
 from toy_tower import NUM_TAPS, ToyTower, toy_item
 
 from raypp.encoder.build_encoder import MAX_PADDING_SHARE, largest_fitting, token_ladder
@@ -15,7 +16,6 @@ from raypp.encoder.encoder_graphs import EncoderCudaGraphManager, GraphChoice, p
 from raypp.encoder.protocol import BudgetRange
 from raypp.errors import ResourceError
 from raypp.graphs.buckets import Buckets
-from raypp.testing.op_tape import OpTapes
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,7 @@ import pytest
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import RequestError
 from raypp.grammar import grammar_threads
-from raypp.grammar.compile import compile_constraint
-from raypp.grammar.compiled_grammar import CompiledGrammar
+from raypp.grammar.compile import CompiledGrammar, compile_constraint
 from raypp.grammar.grammar_threads import MAX_COMPILERS, CompileJob, GrammarThreads, Job, MaskJob, SlowMaskJob
 from raypp.grammar.text_grammar import TextGrammar
 from raypp.grammar.vocabulary import Vocabulary, VocabularySource

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_tape import OpTapes, tape_graphs
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import GraphMismatchError
@@ -16,7 +17,6 @@ from raypp.ops.cpu import torch_kernels
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine, build_local_pipeline
-from raypp.testing.op_tape import OpTapes, tape_graphs
 from raypp.types import SamplingParams
 
 CPU = torch.device("cpu")

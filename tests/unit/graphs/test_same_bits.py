@@ -1,6 +1,6 @@
 """The same plans on the same padded sizes give the same bits: replayed or called, on one stage or two.
 
-Without a GPU a tape of operations stands for a graph (`raypp.testing.op_tape`).
+Without a GPU a tape of operations stands for a graph (`op_tape`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from op_tape import spoiling_tape_graphs, tape_graphs
 from recorded_plans import called_graphs, record_plans, run_plans
 
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.stage.stage_spec import GraphSpec
-from raypp.testing.op_tape import spoiling_tape_graphs, tape_graphs
 
 # A campaign of many seeds: TEST_GRAPH_SEEDS=50 pytest tests/unit/graphs/test_same_bits.py -s
 SEEDS = range(int(os.environ.get("TEST_GRAPH_SEEDS", "3")))

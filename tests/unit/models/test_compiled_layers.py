@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoints import EXPERTS, write_config
+from op_tape import tape_graphs
 from recorded_plans import called_graphs, record_plans, run_plans
 
 from raypp.config.engine_config import EngineConfig
@@ -22,7 +23,6 @@ from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.stage.stage_spec import GraphSpec
 from raypp.testing import LocalEngine
-from raypp.testing.op_tape import tape_graphs
 from raypp.types import SamplingParams
 
 CPU = torch.device("cpu")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import reference_ops as reference
 import torch
+from op_tape import OpTapes
 
 from raypp.graphs.pieces import PieceRecorder
 from raypp.ops.backend import Routing, choose_experts
 from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.weight import Weight
-from raypp.testing.op_tape import OpTapes
 
 HIDDEN, SIZE = 24, 16
 

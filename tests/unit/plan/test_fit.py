@@ -11,12 +11,9 @@ import pytest
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ModelLoadError, ResourceError
 from raypp.models.registry import resolve_config_path
-from raypp.plan.alternatives import alternatives, layers_by_memory, other_numbers_of_stages
 from raypp.plan.engine_plan import EnginePlan, plan_engine
-from raypp.plan.fit import Fit, check_fit
-from raypp.plan.fit_description import describe_fit
-from raypp.plan.hardware import Hardware
-from raypp.plan.machines import described_hardware, read_machines
+from raypp.plan.fit import Fit, alternatives, check_fit, describe_fit, layers_by_memory, other_numbers_of_stages
+from raypp.plan.hardware import Hardware, described_hardware, read_machines
 
 _SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from raypp.cli.fit_text import fit_lines
+from raypp.cli.info import fit_lines
 from raypp.config.engine_config import EngineConfig
-from raypp.plan.fit_description import describe_fit
-from raypp.plan.machines import read_machines
+from raypp.plan.fit import describe_fit
+from raypp.plan.hardware import read_machines
 
 _MODELS = Path(__file__).parents[3] / "benchmarks" / "models"
 _PARAMETERS = {"qwen3-30b-a3b": (30.5, 3.0), "qwen3-235b-a22b": (235.1, 21.6)}

@@ -10,10 +10,10 @@ import pytest
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError
 from raypp.models.config import load_model_config
+from raypp.plan.engine_layout import choose_kv_dtype
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.plan.kv_dtype import choose_kv_dtype
-from raypp.plan.tuning import layer_room
+from raypp.plan.measure import layer_room
 
 _SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
 _EAGLE = {"method": "eagle3", "model": str(_SHAPES / "qwen3-8b-eagle3")}

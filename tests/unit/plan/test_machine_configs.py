@@ -9,7 +9,7 @@ import pytest
 
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.fit import check_fit
-from raypp.plan.machines import described_hardware, read_machines
+from raypp.plan.hardware import described_hardware, read_machines
 
 _ROOT = Path(__file__).parents[3]
 _SHAPES = _ROOT / "benchmarks" / "models"

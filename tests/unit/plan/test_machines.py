@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raypp.errors import ConfigError
-from raypp.plan.machines import Machine, described_hardware, num_machines_for, read_machines
+from raypp.plan.hardware import Machine, described_hardware, num_machines_for, read_machines
 
 _GB = 10**9
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from raypp.cli.tune import read_traffic
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError
 from raypp.plan.cost_model import estimated_costs
@@ -11,7 +12,6 @@ from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.plan.layer_partition import prompt_tokens_of_step
 from raypp.plan.measure import measure_costs
-from raypp.plan.traffic_log import read_traffic
 from raypp.sampling_params import SamplingParams
 
 MACHINE = Hardware(num_cpu_cores=2, memory_bytes=64 << 30)

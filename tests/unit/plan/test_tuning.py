@@ -11,8 +11,7 @@ from raypp.errors import ResourceError
 from raypp.plan.cost_model import StepCosts, parts_of
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.plan.measure import MeasuredCosts, default_context_len, measure_costs
-from raypp.plan.tuning import layer_room, tune_partition
+from raypp.plan.measure import MeasuredCosts, default_context_len, layer_room, measure_costs, tune_partition
 from raypp.sampling_params import SamplingParams
 
 MACHINE = Hardware(num_cpu_cores=2, memory_bytes=64 << 30)

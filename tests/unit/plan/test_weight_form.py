@@ -13,9 +13,9 @@ from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError
 from raypp.models.config import ModelConfig, load_model_config
 from raypp.models.quantization import ONLINE_FP8, Quantization, WeightFormat
+from raypp.plan.engine_layout import has_gpu_product, held_model
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.plan.weight_form import has_gpu_product, held_model
 
 _SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
 _FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from idle_stages import DeviceCalls, build_idle_stages
 
 from raypp.config.engine_config import EngineConfig
 from raypp.messages import StepPlan
@@ -14,7 +15,6 @@ from raypp.plan.hardware import Hardware
 from raypp.stage.stage import Stage
 from raypp.stage.step_result import PendingResult
 from raypp.testing import LocalEngine, LocalPipeline
-from raypp.testing.idle_stages import DeviceCalls, build_idle_stages
 from raypp.types import SamplingParams
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from hf_models import EXPERT_FAMILIES, make_checkpoint
+from op_tape import spoiling_tape_graphs, tape_graphs
 
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine, build_local_pipeline
-from raypp.testing.op_tape import spoiling_tape_graphs, tape_graphs
 from raypp.types import SamplingParams
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from op_tape import spoiling_tape_graphs, tape_graphs
 
 from raypp.config.engine_config import EngineConfig
 from raypp.graphs.graph_manager import CudaGraphManager
@@ -15,7 +16,6 @@ from raypp.sampling_params import MAX_BIASED_TOKENS
 from raypp.stage.recorded_decode import RecordedDecode
 from raypp.stage.step_sizes import StepPadding
 from raypp.testing import LocalEngine, build_local_pipeline
-from raypp.testing.op_tape import spoiling_tape_graphs, tape_graphs
 from raypp.tracing import ForwardCounter
 from raypp.types import SamplingParams
 

@@ -10,8 +10,7 @@ import pytest
 
 from raypp.config.sections import FaultsSection
 from raypp.errors import DeadlineError, EngineDeadError, RayppError, ResourceError, StageDiedError
-from raypp.supervision.recovery import StartTimes
-from raypp.supervision.supervisor import Supervisor
+from raypp.supervision.supervisor import StartTimes, Supervisor
 
 WAIT_S = 20.0
 

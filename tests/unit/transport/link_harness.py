@@ -19,7 +19,6 @@ import torch
 from torch.distributed import PrefixStore
 
 from raypp.errors import RayppError
-from raypp.transport.host.device_copy import DeviceCopyReceiver, DeviceCopySender
 from raypp.transport.host.gloo import GlooConnection, GlooDevice
 from raypp.transport.host.local import open_local_edge
 from raypp.transport.host.ring import RingReceiver, RingSender
@@ -44,7 +43,13 @@ class Edge:
 
 
 def open_gloo_end(
-    rendezvous: Rendezvous, name: str, role: Role, num_slots: int, slot_bytes: int, deadline_s: float
+    rendezvous: Rendezvous,
+    name: str,
+    role: Role,
+    num_slots: int,
+    slot_bytes: int,
+    deadline_s: float,
+    device: torch.device | None,
 ) -> End:
     """Open one end of a gloo edge; stage 0 sends and stage 1 receives."""
     meeting = Meeting(rendezvous, DEADLINE_S)
@@ -56,7 +61,7 @@ def open_gloo_end(
         open_timeout_s=DEADLINE_S,
         deadline_s=deadline_s,
     )
-    return (RingSender if role == "sender" else RingReceiver)(connection, num_slots, slot_bytes)
+    return (RingSender if role == "sender" else RingReceiver)(connection, num_slots, slot_bytes, device)
 
 
 def serve_far_end(pipe: Connection, rendezvous: Rendezvous) -> None:
@@ -121,28 +126,18 @@ class LocalEdges:
     def open(
         self, near: Role = "sender", num_slots: int = 3, slot_bytes: int = 1 << 16, deadline_s: float = DEADLINE_S
     ) -> Edge:
-        sender, receiver = self._open_ends(num_slots, slot_bytes, deadline_s)
+        sender, receiver = open_local_edge(num_slots, slot_bytes, deadline_s)
         end, far_end = (sender, receiver) if near == "sender" else (receiver, sender)
         return Edge(end, lambda function, *args: self._pool.submit(function, far_end, *args))
 
     def close(self) -> None:
         self._pool.shutdown()
 
-    def _open_ends(self, num_slots: int, slot_bytes: int, deadline_s: float) -> tuple[End, End]:
-        return open_local_edge(num_slots, slot_bytes, deadline_s)
-
-
-class DeviceCopyEdges(LocalEdges):
-    """Edges inside this process whose messages are copied to a device and back; here the device is the CPU."""
-
-    def _open_ends(self, num_slots: int, slot_bytes: int, deadline_s: float) -> tuple[End, End]:
-        sender, receiver = super()._open_ends(num_slots, slot_bytes, deadline_s)
-        device = torch.device("cpu")
-        return DeviceCopySender(sender, slot_bytes, device), DeviceCopyReceiver(receiver, num_slots, slot_bytes, device)
-
 
 class GlooEdges:
     """Edges over gloo; the far end is a process."""
+
+    device: torch.device | None = None
 
     def __init__(self) -> None:
         self._server = RendezvousServer()
@@ -157,7 +152,7 @@ class GlooEdges:
         self, near: Role = "sender", num_slots: int = 3, slot_bytes: int = 1 << 16, deadline_s: float = DEADLINE_S
     ) -> Edge:
         self._num_edges += 1
-        settings = (num_slots, slot_bytes, deadline_s)
+        settings = (num_slots, slot_bytes, deadline_s, self.device)
         name = f"edge {self._num_edges}"
         far_opened = self._far.call(open_gloo_end, name, "receiver" if near == "sender" else "sender", *settings)
         end = open_gloo_end(self._server.address, name, near, *settings)
@@ -167,6 +162,12 @@ class GlooEdges:
     def close(self) -> None:
         self._far.close()
         self._server.close()
+
+
+class DeviceCopyEdges(GlooEdges):
+    """Edges whose messages are copied to a device and back; here the device is the CPU."""
+
+    device = torch.device("cpu")
 
 
 def sizes_of(num_steps: int, slot_bytes: int) -> list[int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fake_stream_device import has_reached
 
-from raypp.transport.ipc.flags import INITIAL_VALUE, far_value, flag_value, has_reached
+from raypp.transport.ipc.ipc_ends import INITIAL_VALUE, far_value, flag_value
 
 STARTS = [0, 1, 100, (1 << 31) - 2, 1 << 31, (1 << 32) - 2, (1 << 32) - 1, 1 << 32, (1 << 40) + 7]
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from raypp.errors import DeadlineError
-from raypp.transport.ipc.unmap_barrier import UnmapBarrier
+from raypp.transport.ipc.region import UnmapBarrier
 
 DEADLINE_S = 20.0
 

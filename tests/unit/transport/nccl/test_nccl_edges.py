@@ -21,7 +21,6 @@ import torch
 
 from raypp.errors import DeadlineError, EngineDeadError, ResourceError
 from raypp.transport.edges import edges_at, pipeline_edges
-from raypp.transport.nccl import channel as nccl_channel
 from raypp.transport.nccl import nccl_ends
 from raypp.transport.nccl.nccl_ends import NcclEdges
 from raypp.transport.rendezvous import Meeting, RendezvousServer
@@ -116,8 +115,8 @@ class FakeNccl:
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     fake = FakeNccl()
-    monkeypatch.setattr(nccl_channel, "_import_nccl", lambda: fake)
-    monkeypatch.setattr(nccl_channel, "CurrentStream", FakeCurrentStream)
+    monkeypatch.setattr(nccl_ends, "_import_nccl", lambda: fake)
+    monkeypatch.setattr(nccl_ends, "CurrentStream", FakeCurrentStream)
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     for name in ("set_device", "synchronize"):

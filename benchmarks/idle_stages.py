@@ -26,8 +26,7 @@ from raypp.testing.fake_stage import FakeModel
 from raypp.tracing import Tracer
 from raypp.transport.edges import Edge, StageLinks, links_in_one_process, pipeline_edges
 from raypp.transport.ipc.cuda_device import CudaDevice
-from raypp.transport.ipc.flags import FlagForcer
-from raypp.transport.ipc.ipc_ends import IpcEdgeMemory, IpcReceiver, IpcSender
+from raypp.transport.ipc.ipc_ends import FlagForcer, IpcEdgeMemory, IpcReceiver, IpcSender
 from raypp.transport.schema import MessageSpec
 
 
