@@ -16,6 +16,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 import httpx
+from op_tape import tape_graphs
 from repository import ROOT, package_modules
 from running_app import running_app
 
@@ -24,7 +25,6 @@ from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.stage.stage_spec import GraphSpec
 from raypp.testing import LocalEngine, build_local_pipeline
-from raypp.testing.op_tape import tape_graphs
 from raypp.types import SamplingParams
 
 # (files, functions). Aims: an eager step (30, 130), a full graph (24, 95), a chat 70 files.
