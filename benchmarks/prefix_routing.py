@@ -151,8 +151,8 @@ def routing_microseconds(num_bytes: int) -> dict[str, float]:
     """Return what the routing of one request takes in the proxy: to name its beginnings, and to choose and learn."""
     from ray.serve._private.common import StreamingHTTPRequest
 
-    from serve_app.prefix_choice import PrefixChoice
     from serve_app.prefix_keys import SCOPE_KEY, prefix_keys
+    from serve_app.prefix_router import PrefixChoice
 
     content = " ".join(random.Random(0).choices(_WORDS, k=num_bytes // 4))[:num_bytes]
     body = json.dumps({"messages": [{"role": "system", "content": content}], "model": "tiny"}).encode()

@@ -36,8 +36,8 @@ from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.plan.cost_model import estimated_times
 from raypp.plan.speculation_plan import draft_cost
+from raypp.request import Request
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.scheduler.request import Request
 from raypp.scheduler.scheduler import Scheduler
 from raypp.scheduler.step_predictor import (
     RooflineCost,

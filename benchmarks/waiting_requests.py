@@ -33,7 +33,6 @@ from report import print_report
 
 from raypp.client_messages import (
     AbortRequests,
-    AddRequest,
     AddRequests,
     ClientMessage,
     CloseClient,
@@ -44,13 +43,13 @@ from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine_loop import Engine
 from raypp.driver.grammars import Grammars
 from raypp.driver.item_encoders import ItemEvent
-from raypp.driver.open_requests import OpenRequests
-from raypp.driver.server import DriverServer, open_client_socket, spare_the_collector
+from raypp.driver.server import DriverServer, OpenRequests, open_client_socket, spare_the_collector
 from raypp.driver.stage_health import FailureReports, StageHealth
 from raypp.grammar.grammar_threads import Job
 from raypp.grammar.vocabulary import Vocabulary
 from raypp.messages import StepPlan, StepResult, pack, unpack
 from raypp.prompt_items import EncoderItem, PromptItems
+from raypp.request import Request
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.scheduler import Scheduler
 from raypp.step_channel import DriverChannel, StageChannel
@@ -190,19 +189,22 @@ class LoadedDriver:
         self._client.connect(f"ipc://{folder}/clients")
         self._send(OpenClient())
         running = SamplingParams(max_tokens=2 * _MOST_TOKENS, temperature=0.0, ignore_eos=True)
-        rows = [AddRequest(f"row {i}", i, np.arange(8, dtype=np.int32), running, i, ()) for i in range(num_rows)]
+        rows = [
+            Request(f"row {i}", np.arange(8, dtype=np.int32), running, i, handle=i, is_streamed=True)
+            for i in range(num_rows)
+        ]
         self._send(AddRequests(rows))
         while self.scheduler.stats().num_running < num_rows:
             self.turn()
         for _ in range(_FIRST_TURNS):
             self.turn()
 
-    def add(self, requests: list[AddRequest]) -> None:
+    def add(self, requests: list[Request]) -> None:
         """Send requests as a client does."""
         for start in range(0, len(requests), _REQUESTS_PER_MESSAGE):
             self.add_at_once(requests[start : start + _REQUESTS_PER_MESSAGE])
 
-    def add_at_once(self, requests: list[AddRequest]) -> None:
+    def add_at_once(self, requests: list[Request]) -> None:
         """Send requests in one message."""
         self._send(AddRequests(requests))
 
@@ -266,7 +268,7 @@ def loaded_driver(num_rows: int = _NUM_ROWS) -> Iterator[LoadedDriver]:
             driver.close()
 
 
-def make_request(kind: str, number: int, rng: random.Random) -> AddRequest:
+def make_request(kind: str, number: int, rng: random.Random) -> Request:
     """Return a request of 32 to 8,000 prompt tokens."""
     num_tokens = round(_FEWEST_TOKENS * (_MOST_TOKENS / _FEWEST_TOKENS) ** rng.random())
     prompt = np.full(num_tokens, number % _VOCAB_SIZE, np.int32)
@@ -277,7 +279,16 @@ def make_request(kind: str, number: int, rng: random.Random) -> AddRequest:
     elif kind == "grammars":
         constraint = {"json_schema": _SCHEMA}
     params = SamplingParams(max_tokens=100, seed=number, structured_outputs=constraint)
-    return AddRequest(f"{kind}-{number:09}", 1000 + number, prompt, params, number, (1, 2), items=items)
+    return Request(
+        f"{kind}-{number:09}",
+        prompt,
+        params,
+        number,
+        frozenset((1, 2)),
+        handle=1000 + number,
+        items=items,
+        is_streamed=True,
+    )
 
 
 def measure(kind: str, count: int, *, traces_memory: bool) -> Load:

@@ -1,6 +1,6 @@
 """The messages between a client and the driver, and how they become zmq frames.
 
-A client is whoever hands in requests: a notebook, a replica of the HTTP app, a batch job. Its socket is a DEALER, the
+A client hands in requests: a notebook, a replica of the HTTP app, a batch job. Its socket is a DEALER, the
 driver's a ROUTER; the frame that names the client is the driver's affair and not part of a message. Every message is
 `[kind, header, payload?]`: one byte, JSON, and binary data where there are many numbers.
 
@@ -29,7 +29,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -38,12 +39,14 @@ from raypp import errors
 from raypp.errors import RayppError
 from raypp.messages import NO_INT32S, Int32s, OutputBatch, pack, unpack
 from raypp.prompt_items import EncoderItem, PromptItems
-from raypp.types import SamplingParams
+from raypp.request import Request
+from raypp.sampling_params import PARAMETERS, SamplingParams
 
 _OPEN, _ADD, _ABORT, _STATS, _CLOSE = b"H", b"A", b"X", b"S", b"C"
 _OUTPUT, _REJECTED, _REPLY, _DEAD, _ALIVE = b"O", b"R", b"Y", b"D", b"L"
 
-_PARAM_NAMES = tuple(f.name for f in fields(SamplingParams))
+_PLAIN_FIELDS = ("request_id", "handle", "seed", "priority", "goes_first", "is_streamed", "cache_salt")
+"""Of `Request`, those that JSON holds as they are."""
 _ERROR_CLASSES: dict[str, type[RayppError]] = {
     cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, RayppError)
 }
@@ -54,31 +57,11 @@ class OpenClient:
     """The client has connected."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class AddRequest:
-    """One request, validated and ready to be scheduled."""
-
-    request_id: str  # public, unique among the requests of all clients
-    handle: int  # the client's own number of it, int64; what outputs name it by
-    prompt_token_ids: Int32s  # [P]
-    params: SamplingParams
-    seed: int  # params.seed, or the one drawn for the request
-    eos_token_ids: tuple[int, ...]
-    bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as tokens
-    priority: int = 0  # smaller is served first
-    goes_first: bool = False  # before all others, whatever their priority
-    is_streamed: bool = True  # whether every token is wanted at once; else they may be held for a moment
-    items: PromptItems | None = None  # what of the prompt is not text
-    cache_salt: str = ""  # requests of different salts share nothing of the prefix cache
-    # [G] of an engine before this one: the text goes on after them. None of them has ended it.
-    output_token_ids: Int32s = field(default_factory=lambda: NO_INT32S)
-
-
 @dataclass(frozen=True, slots=True)
 class AddRequests:
     """Run these requests."""
 
-    requests: Iterable[AddRequest]  # as received, an iterator that makes each when it is asked for
+    requests: Iterable[Request]  # as received, an iterator that makes each when it is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,22 +195,39 @@ def decode_driver_message(frames: Sequence[bytes]) -> DriverMessage:
     return EngineDead(error_from_dict(values["error"]), values["in_flight"])
 
 
-def _add_frames(requests: Sequence[AddRequest]) -> list[bytes | memoryview]:
+def _add_frames(requests: Sequence[Request]) -> list[bytes | memoryview]:
     params: dict[int, int] = {}  # by identity: mostly all requests have the same, and comparing costs more
+    values: list[list[Any]] = []
     headers: list[dict[str, Any]] = []
     token_ids: list[Int32s] = []
     patches = {item.key: item.patches for r in requests if r.items is not None for item in r.items.items}
-    before: AddRequest | None = None
+    before: Request | None = None
     for request in requests:
         same = before is not None and request.prompt_token_ids is before.prompt_token_ids
         if not same:
             token_ids.append(request.prompt_token_ids)
-        token_ids.append(request.output_token_ids)
-        index = params.setdefault(id(request.params), len(params))
-        headers.append(_add_header(request, index, None if same else len(request.prompt_token_ids)))
+        if request.output_token_ids:
+            token_ids.append(np.array(request.output_token_ids, np.int32))
+        if id(request.params) not in params:
+            params[id(request.params)] = len(values)
+            values.append([getattr(request.params, name) for name in PARAMETERS])
+        header = {name: getattr(request, name) for name in _PLAIN_FIELDS}
+        header["params"] = params[id(request.params)]
+        header["num_prompt_tokens"] = None if same else len(request.prompt_token_ids)  # None: the one before has it
+        header["num_output_tokens"] = len(request.output_token_ids)  # they follow the prompt, or the request before
+        header["bad_word_token_ids"] = request.bad_word_token_ids
+        header["eos_token_ids"] = sorted(request.eos_token_ids)
+        header["items"] = None
+        if (items := request.items) is not None:
+            header["items"] = {
+                "items": [
+                    [item.key.hex(), *item.grid_thw, item.num_tokens, item.patches.shape[1]] for item in items.items
+                ],
+                "starts": items.starts,
+                "merge_size": items.merge_size,
+            }
+        headers.append(header)
         before = request
-    known = {id(request.params): request.params for request in requests}
-    values = [[getattr(known[identity], name) for name in _PARAM_NAMES] for identity in params]
     payload = np.concatenate(token_ids).astype("<i4", copy=False) if token_ids else NO_INT32S
     return [
         _ADD,
@@ -237,64 +237,35 @@ def _add_frames(requests: Sequence[AddRequest]) -> list[bytes | memoryview]:
     ]
 
 
-def _add_header(request: AddRequest, params_index: int, num_prompt_tokens: int | None) -> dict[str, Any]:
-    return {
-        "request_id": request.request_id,
-        "handle": request.handle,
-        "num_prompt_tokens": num_prompt_tokens,  # None: the prompt of the request before
-        "num_output_tokens": len(request.output_token_ids),  # they follow the prompt, or the request before
-        "params": params_index,
-        "seed": request.seed,
-        "eos_token_ids": request.eos_token_ids,
-        "bad_word_token_ids": request.bad_word_token_ids,
-        "priority": request.priority,
-        "goes_first": request.goes_first,
-        "is_streamed": request.is_streamed,
-        "items": None if request.items is None else _items_header(request.items),
-        "cache_salt": request.cache_salt,
-    }
-
-
 def _requests_from(
     header: dict[str, Any], payload: bytes | memoryview, patches: Sequence[bytes | memoryview]
-) -> Iterator[AddRequest]:
+) -> Iterator[Request]:
     """Yield the requests of a message. Tokens are copies: a view would keep those of all of them in memory."""
     all_token_ids, frames, pictures = np.frombuffer(payload, "<i4"), iter(patches), dict[str, EncoderItem]()
-    params: dict[int, SamplingParams] = {}
-    ends: dict[tuple[int, ...], tuple[int, ...]] = {}
-    token_ids, offset = NO_INT32S, 0
+    params = [SamplingParams.of_json(values) for values in header["params"]]
+    prompt_token_ids, offset = NO_INT32S, 0
     for values in header["requests"]:
-        if (index := values["params"]) not in params:
-            params[index] = SamplingParams(**dict(zip(_PARAM_NAMES, header["params"][index], strict=True)))
         if (num_tokens := values["num_prompt_tokens"]) is not None:
-            token_ids = all_token_ids[offset : offset + num_tokens].astype(np.int32)
+            prompt_token_ids = all_token_ids[offset : offset + num_tokens].astype(np.int32)
             offset += num_tokens
-        output_token_ids = all_token_ids[offset : offset + values["num_output_tokens"]].astype(np.int32)
-        offset += len(output_token_ids)
-        eos_token_ids = tuple(values["eos_token_ids"])
-        yield AddRequest(
-            request_id=values["request_id"],
-            handle=values["handle"],
-            prompt_token_ids=token_ids,
-            params=params[index],
-            seed=values["seed"],
-            eos_token_ids=ends.setdefault(eos_token_ids, eos_token_ids),
+        num_tokens = values["num_output_tokens"]
+        output_token_ids = all_token_ids[offset : offset + num_tokens].tolist()
+        offset += num_tokens
+        yield Request(
+            **{name: values[name] for name in _PLAIN_FIELDS},
+            prompt_token_ids=prompt_token_ids,
+            params=params[values["params"]],
+            eos_token_ids=_end_tokens(tuple(values["eos_token_ids"])),
             bad_word_token_ids=tuple(map(tuple, values["bad_word_token_ids"])),
-            priority=values["priority"],
-            goes_first=values["goes_first"],
-            is_streamed=values["is_streamed"],
             items=None if values["items"] is None else _items_from(values["items"], pictures, frames),
-            cache_salt=values["cache_salt"],
             output_token_ids=output_token_ids,
         )
 
 
-def _items_header(items: PromptItems) -> dict[str, Any]:
-    return {
-        "items": [[item.key.hex(), *item.grid_thw, item.num_tokens, item.patches.shape[1]] for item in items.items],
-        "starts": items.starts,
-        "merge_size": items.merge_size,
-    }
+@lru_cache(maxsize=8)
+def _end_tokens(token_ids: tuple[int, ...]) -> frozenset[int]:
+    """Return one set for all requests of a model: a set for each would take more memory than the rest of it."""
+    return frozenset(token_ids)
 
 
 def _items_from(

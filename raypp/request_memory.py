@@ -10,8 +10,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from raypp.errors import QueueFullError, RequestError
-from raypp.messages import Int32s
 from raypp.prompt_items import EncoderItem, PromptItems, unique_items
+from raypp.request import Request
 
 REQUEST_BYTES = 4096
 """What a request takes in the driver beside its prompt and its images, counted generously."""
@@ -43,29 +43,19 @@ class RequestMemory:
         self.num_pixel_bytes = 0
         """Of their images."""
 
-    def add(
-        self,
-        key: Hashable,
-        request_id: str,
-        prompt_token_ids: Int32s,
-        items: PromptItems | None,
-        *,
-        is_new: bool = True,
-    ) -> PromptItems | None:
+    def add(self, key: Hashable, request: Request, *, is_new: bool = True) -> PromptItems | None:
         """Count a request; return its images, those that are counted already as the objects that came first.
 
         Args:
             key: What it is removed by.
-            request_id: Its name in errors.
-            prompt_token_ids: Its prompt.
-            items: Its images.
+            request: It.
             is_new: Whether it can be told to come later. One that was admitted before is counted all the same.
 
         Raises:
             QueueFullError: there is no room for a new one now.
             RequestError: there never is.
         """
-        size = REQUEST_BYTES + prompt_token_ids.nbytes
+        request_id, items, size = request.request_id, request.items, REQUEST_BYTES + request.prompt_token_ids.nbytes
         used, limit = self.num_bytes, self._max_bytes
         _check_room(request_id, "memory of unfinished requests", size, used, "max_waiting_bytes", limit, is_new=is_new)
         if items is not None:

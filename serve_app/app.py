@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -11,18 +12,57 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from raypp.config.engine_config import EngineConfig
 from raypp.config.env import passed_on
-from raypp.config.http_settings import HttpSettings
-from raypp.errors import ModelLoadError
+from raypp.config.http_settings import HttpSettings, http_settings
+from raypp.config.names import SECTION_OF_SETTING, SECTIONS, unknown_name
+from raypp.config.options import value_of
+from raypp.errors import ConfigError, ModelLoadError
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.openai_api.syntaxes import check_parsers
-from serve_app.encoder import encoder_deployment
-from serve_app.reload import ENGINE
-from serve_app.replica import EngineReplica
-from serve_app.settings import split_arguments
+from serve_app.replica import EngineReplica, encoder_deployment
 
 if TYPE_CHECKING:
     from raypp.stage.build_stage import StageFactory  # imports torch
+
+
+def split_arguments(arguments: Mapping[str, Any]) -> tuple[EngineConfig, HttpSettings]:
+    """Return the engine's configuration and the HTTP settings of flat arguments.
+
+    Args:
+        arguments: Settings of both by their names alone, whole sections of the engine's (`speculative`), and `config`,
+            a TOML file of the engine's. Text is read as a value of the setting's type.
+
+    Raises:
+        ConfigError: an unknown name (the nearest valid one is said), or a value that cannot be.
+    """
+    http: dict[str, Any] = {}
+    engine: dict[str, Any] = {}
+    config_file: str | None = None
+    for name, given in arguments.items():
+        if name == "config":
+            config_file = str(given)
+        elif name in HttpSettings.model_fields:
+            http[name] = _read(given, HttpSettings.model_fields[name].annotation)
+        elif name in SECTION_OF_SETTING:
+            engine[name] = _read(given, SECTIONS[SECTION_OF_SETTING[name]].model_fields[name].annotation)
+        elif name in SECTIONS:
+            engine[name] = _read(given, dict)
+        else:
+            places = {key: f" (section {section})" for key, section in SECTION_OF_SETTING.items()}
+            raise unknown_name("setting", name, {**places, **dict.fromkeys(HttpSettings.model_fields, " (HTTP)")})
+    if config_file is not None:
+        return EngineConfig.from_toml(config_file, **engine), http_settings(HttpSettings, http)
+    if "model" not in engine:
+        raise ConfigError("no model is named", expected="model=M", hint="model=tiny comes with raypp")
+    return EngineConfig.from_flat(**engine), http_settings(HttpSettings, http)
+
+
+def _read(given: Any, annotation: Any) -> Any:
+    return value_of(given, annotation) if isinstance(given, str) else given
+
+
+ENGINE = "engine"
+"""The deployment whose replicas own engines."""
 
 _MAX_STARTS = 3
 """What keeps an engine from starting is seldom gone at the next attempt, and each may take minutes."""
@@ -56,7 +96,7 @@ def build_application(
     Raises:
         ConfigError: the API keys cannot be read, or a syntax of calls or thoughts is not known.
     """
-    # What cannot be read is told here, not in a replica's log.
+    # What cannot be read is an error here, not in a replica's log.
     settings.keys()
     check_parsers(config.model.tool_call_parser, config.model.reasoning_parser)
     # The app itself refuses what is too much, with Retry-After and the reason; Serve's own limits only hold further
@@ -103,7 +143,7 @@ def end_timeout_s(config: EngineConfig, settings: HttpSettings) -> float:
 
 
 def _number_of_replicas(config: EngineConfig, settings: HttpSettings) -> dict[str, Any]:
-    """Return what Serve is told of the number of replicas."""
+    """Return Serve's options about the number of replicas."""
     if settings.max_replicas is None:
         return {"num_replicas": settings.num_replicas}
     autoscaling = AutoscalingConfig(
@@ -118,7 +158,7 @@ def _number_of_replicas(config: EngineConfig, settings: HttpSettings) -> dict[st
 
 
 def _routing(settings: HttpSettings) -> dict[str, Any]:
-    """Return what Serve is told of the choice between replicas: nothing where there is never a choice."""
+    """Return Serve's options about the choice between replicas: none where there is never a choice."""
     if not settings.prefix_routing or max(settings.num_replicas, settings.max_replicas or 1) == 1:
         return {}
     router: dict[str, Any] = {

@@ -4,8 +4,8 @@
                      proxy_answers.py    middleware.py                   count, key, size of the body
                                          routes/                         one file per group of routes
                                          runner.py                       admission, prompts merged, metrics
-                                         chunks.py, *_events.py          new outputs as server-sent events
-                                         client_connection.py            ends the work when the client leaves
+                                         chunks.py                       new outputs as server-sent events
+                                         answers.py                      errors; ends the work when the client leaves
 
 Tests run it on uvicorn, around an engine in threads.
 """
@@ -13,6 +13,7 @@ Tests run it on uvicorn, around an engine in threads.
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import Depends, FastAPI
@@ -23,48 +24,34 @@ import raypp
 from raypp.api.async_llm import AsyncLLM
 from raypp.config.http_settings import HttpSettings
 from raypp.openai_api.body_preparer import BodyPreparer
-from serve_app.admission import Admission, AdmissionLimits
-from serve_app.context import AppContext, Question, Siblings
-from serve_app.error_answers import AsciiJSONResponse, add_error_handlers
-from serve_app.json_route import IGNORED_HEADER
-from serve_app.live import LiveFeed
-from serve_app.metrics import EngineMetrics
-from serve_app.middleware import ApiKeys, BodyLimit, HeadsOfGets, RequestCounter
-from serve_app.pictures import OpenGate, PictureGate
-from serve_app.reading_gate import ReadingGate
-from serve_app.routes.control import control_routes
-from serve_app.routes.generation import generation_routes
-from serve_app.routes.models import model_routes
-from serve_app.routes.page import PAGE_PATHS, page_routes
-from serve_app.routes.status import status_routes
-from serve_app.routes.tokens import token_routes
-from serve_app.runner import RequestRunner
+from raypp.prompt_items import EncoderItem
+from serve_app.answers import AsciiJSONResponse, add_error_handlers
+from serve_app.metrics import EngineMetrics, LiveFeed
+from serve_app.middleware import IGNORED_HEADER, ApiKeys, BodyLimit, HeadsOfGets, RequestCounter
+from serve_app.routes.generation import generation_routes, token_routes
+from serve_app.routes.status import PAGE_PATHS, control_routes, model_routes, page_routes, status_routes
+from serve_app.runner import (
+    Admission,
+    AdmissionLimits,
+    AppContext,
+    Question,
+    ReadingGate,
+)
 
 OPEN_PATHS = PAGE_PATHS | {"/health", "/ping", "/ready", "/version", "/metrics", "/load", "/openapi.json"}
 """What needs no key: the page, and what orchestrators and monitors ask for."""
 
 
-class OwnAnswers:
-    """What one replica answers to all."""
-
-    def __init__(self, llm: AsyncLLM, metrics: EngineMetrics) -> None:
-        self._llm = llm
-        self._metrics = metrics
-
-    async def answer(self, question: Question) -> Any:
-        """Return the metrics, or the number of requests that run or wait; or reset the prefix cache."""
-        match question:
-            case "exposition":  # of a dead engine only what happened before
-                return self._metrics.exposition(await stats_if_alive(self._llm))
-            case "load":
-                stats = await stats_if_alive(self._llm)
-                return stats.get("num_running", 0) + stats.get("num_waiting", 0)
-            case "reset_prefix_cache":
-                return self._llm.reset_prefix_cache()
-
-    async def ask(self, question: Question) -> list[Any]:
-        """Answer for a replica without siblings."""
-        return [await self.answer(question)]
+async def own_answer(llm: AsyncLLM, metrics: EngineMetrics, question: Question) -> Any:
+    """Return one replica's metrics, or the number of its requests that run or wait; or reset its prefix cache."""
+    match question:
+        case "exposition":  # of a dead engine only what happened before
+            return metrics.exposition(await stats_if_alive(llm))
+        case "load":
+            stats = await stats_if_alive(llm)
+            return stats.get("num_running", 0) + stats.get("num_waiting", 0)
+        case "reset_prefix_cache":
+            return llm.reset_prefix_cache()
 
 
 async def stats_if_alive(llm: AsyncLLM) -> dict[str, Any]:
@@ -80,8 +67,8 @@ def make_context(
     settings: HttpSettings,
     *,
     metrics: EngineMetrics,
-    siblings: Siblings | None = None,
-    pictures: PictureGate | None = None,
+    ask_all: Callable[[Question], Awaitable[list[Any]]] | None = None,
+    encode_ahead: Callable[[Sequence[EncoderItem]], Awaitable[None]] | None = None,
 ) -> AppContext:
     """Return what the routes share.
 
@@ -89,9 +76,13 @@ def make_context(
         llm: The engine.
         settings: Of HTTP.
         metrics: This replica's.
-        siblings: All replicas; by default there is only this one.
-        pictures: What requests with images pass; by default nothing.
+        ask_all: As of `AppContext`; by default there is only this replica.
+        encode_ahead: As of `AppContext`.
     """
+
+    async def ask_this(question: Question) -> list[Any]:
+        return [await own_answer(llm, metrics, question)]
+
     llm.draw_seeds_as(metrics.replica)
     admission = Admission(
         AdmissionLimits(
@@ -109,7 +100,6 @@ def make_context(
         settings=settings,
         metrics=metrics,
         admission=admission,
-        runner=RequestRunner(llm, admission, metrics, pictures or OpenGate()),
         preparer=BodyPreparer(
             llm.tokenizer,
             llm.pictures,
@@ -119,11 +109,11 @@ def make_context(
             tool_call_parser=llm.config.model.tool_call_parser,
             reasoning_parser=llm.config.model.reasoning_parser,
         ),
-        takes_images=llm.takes_images,
         live=LiveFeed(llm, settings.live_period_s),
-        siblings=siblings or OwnAnswers(llm, metrics),
+        ask_all=ask_all or ask_this,
         model_names=model_names(llm.config.model.model, settings),
         created_s=int(time.time()),
+        encode_ahead=encode_ahead,
     )
 
 

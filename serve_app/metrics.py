@@ -1,22 +1,26 @@
-"""What Prometheus is told: the engine's counters, and how long requests took.
+"""What Prometheus and the live page show: the engine's counters, and how long requests and forwards took.
 
 Nothing is global: each replica has its own series, which carry the model's and the replica's name. `merge` puts the
 expositions of several replicas together. A series is declared here once; Ray's own metrics show the same ones
-(`ray_metrics.py`).
+(`replica.py`). For dashboards, autoscalers and routers that were made for vLLM the same series have its names, too.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from raypp.api.async_llm import AsyncLLM
+from raypp.errors import RayppError
 from raypp.types import RequestOutput
-from serve_app.vllm_metrics import VllmSeries
 
 _LABELS = ("model", "replica")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -96,15 +100,6 @@ class EngineMetrics:
         """The name of the replica whose series these are."""
         return self._names[1]
 
-    def watch(self, started_s: float, num_sequences: int) -> RequestWatch:
-        """Return what observes one prompt's outputs.
-
-        Args:
-            started_s: Monotonic time at which the request came.
-            num_sequences: Continuations of the prompt.
-        """
-        return RequestWatch(self, started_s, num_sequences)
-
     def count_end(self, reason: str, num_sequences: int = 1) -> None:
         """Count sequences that ended."""
         self._ends.labels(*self._names, reason).inc(num_sequences)
@@ -158,7 +153,13 @@ class SeriesView:
 
 
 class RequestWatch:
-    """Observes the outputs of one prompt, streamed (`see`) or whole (`see_whole`), until `close`."""
+    """Observes the outputs of one prompt, streamed (`see`) or whole (`see_whole`), until `close`.
+
+    Args:
+        metrics: What it counts in.
+        started_s: Monotonic time at which the request came.
+        num_sequences: Continuations of the prompt.
+    """
 
     def __init__(self, metrics: EngineMetrics, started_s: float, num_sequences: int) -> None:
         self._metrics = metrics
@@ -168,20 +169,20 @@ class RequestWatch:
         self._last: RequestOutput | None = None
 
     def see(self, output: RequestOutput) -> None:
-        """Take in the outputs so far."""
+        """Take in what is new of the outputs."""
         now_s, metrics = time.monotonic(), self._metrics
         if not self._seen:
             metrics._ttft.observe(now_s - self._started_s)
         for completion in output.outputs:
-            num_tokens = len(completion.token_ids)
-            num_seen, last_s = self._seen.get(completion.index, (0, 0.0))
-            if num_tokens > num_seen:
-                self._seen[completion.index] = (num_tokens, now_s)
+            num_seen, last_s = self._seen.get(completion.index, (0, now_s))
+            if num_new := len(completion.token_ids):
+                self._seen[completion.index] = (num_seen + num_new, now_s)
                 if num_seen:
-                    metrics._itl.observe((now_s - last_s) / (num_tokens - num_seen))
+                    metrics._itl.observe((now_s - last_s) / num_new)
         self._last = output
         if output.finished:
-            self._observe_finished(output, now_s - self._started_s)
+            counts = [self._seen.get(index, (0, now_s))[0] for index in range(self._num_sequences)]
+            self._observe_finished(output, counts, now_s - self._started_s)
 
     def see_whole(self, output: RequestOutput, submitted_s: float) -> None:
         """Take in outputs that were not streamed: the engine's client timed them.
@@ -195,10 +196,11 @@ class RequestWatch:
         waited_s = submitted_s - self._started_s
         if times.ttft_s is not None:
             self._metrics._ttft.observe(waited_s + times.ttft_s)
-        self._observe_finished(output, waited_s + times.finish_time_s - times.arrival_time_s)
+        counts = [len(completion.token_ids) for completion in output.outputs]
+        self._observe_finished(output, counts, waited_s + times.finish_time_s - times.arrival_time_s)
 
     def close(self, reason: str = "abort") -> None:
-        """Take in that nobody looks at the outputs any more.
+        """Take in that no more outputs come.
 
         Args:
             reason: Why those ended that have no reason of their own.
@@ -209,7 +211,7 @@ class RequestWatch:
         if num_left := self._num_sequences - len(ended):
             self._metrics.count_end(reason, num_left)
 
-    def _observe_finished(self, output: RequestOutput, seconds: float) -> None:
+    def _observe_finished(self, output: RequestOutput, num_tokens: Iterable[int], seconds: float) -> None:
         metrics = self._metrics
         metrics._e2e.observe(seconds)
         metrics._prompt.observe(len(output.prompt_token_ids))
@@ -217,8 +219,8 @@ class RequestWatch:
             metrics._queue.observe(output.metrics.queue_s)
         if output.metrics.tpot_s is not None:
             metrics._tpot.observe(output.metrics.tpot_s)
-        for completion in output.outputs:
-            metrics._output.observe(len(completion.token_ids))
+        for count in num_tokens:
+            metrics._output.observe(count)
 
 
 class _ProcessSeries(Collector):
@@ -246,7 +248,7 @@ class _EngineCollector(Collector):
 
     @property
     def stats(self) -> Mapping[str, Any]:
-        """What is told."""
+        """The figures that are exposed."""
         return self._stats
 
     @stats.setter
@@ -335,10 +337,153 @@ def merge(expositions: Sequence[str]) -> str:
             if line.startswith("# HELP "):
                 family = line.split(" ", 3)[2]
                 samples.setdefault(family, [])
-            if family.endswith("_created"):  # when each series began: nobody asks, and it is a third of the text
+            if family.endswith("_created"):  # when each series began: of no use, and a third of the text
                 continue
             if not line.startswith("#"):
                 samples[family].append(line)
             elif line not in explanations.setdefault(family, []):
                 explanations[family].append(line)
     return "".join(f"{line}\n" for family in samples for line in explanations.get(family, []) + samples[family])
+
+
+VLLM_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "raypp_requests_running": ("num_requests_running",),
+        "raypp_requests_waiting": ("num_requests_waiting",),
+        "raypp_kv_usage_ratio": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+        "raypp_preemptions": ("num_preemptions",),
+        "raypp_prompt_tokens": ("prompt_tokens",),
+        "raypp_generated_tokens": ("generation_tokens",),
+        "raypp_prefix_query_tokens": ("prefix_cache_queries", "gpu_prefix_cache_queries"),
+        "raypp_prefix_hit_tokens": ("prefix_cache_hits", "gpu_prefix_cache_hits"),
+        "raypp_draft_tokens": ("spec_decode_num_draft_tokens",),
+        "raypp_accepted_tokens": ("spec_decode_num_accepted_tokens",),
+        "raypp_time_to_first_token_seconds": ("time_to_first_token_seconds",),
+        "raypp_inter_token_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+        "raypp_time_per_output_token_seconds": ("request_time_per_output_token_seconds",),
+        "raypp_request_seconds": ("e2e_request_latency_seconds",),
+        "raypp_queue_seconds": ("request_queue_time_seconds",),
+        "raypp_request_prompt_tokens": ("request_prompt_tokens",),
+        "raypp_request_output_tokens": ("request_generation_tokens",),
+        "raypp_requests_finished": ("request_success",),
+    }
+)
+"""vLLM's names, without `vllm:`, by raypp's."""
+
+_VLLM_LABELS = {"model": "model_name", "replica": "engine", "reason": "finished_reason"}
+
+
+class VllmSeries(Collector):
+    """Families of another collector, renamed; those that vLLM does not have are left out."""
+
+    def __init__(self, own: Collector) -> None:
+        self._own = own
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families that both have, under each of vLLM's names."""
+        for family in self._own.collect():
+            for name in VLLM_NAMES.get(family.name, ()):
+                renamed = Metric(f"vllm:{name}", family.documentation, family.type)
+                for sample in family.samples:
+                    labels = {_VLLM_LABELS.get(label, label): value for label, value in sample.labels.items()}
+                    full_name = renamed.name + sample.name.removeprefix(family.name)
+                    renamed.samples.append(sample._replace(name=full_name, labels=labels))
+                yield renamed
+
+
+_MAX_BACKLOG = 8  # frames that a slow viewer may be behind; older ones are dropped
+_FIRST_LOOK_US = 1_000_000  # how far the first frame looks back
+_SPAN_FIELDS = 7  # the page knows no more of them
+
+_SHOWN = ("num_running", "num_waiting", "num_in_flight", "kv_usage", "num_generated_tokens", "num_prompt_tokens")
+_OF_CLIENT = ("is_recovering", "recoveries")
+
+
+class LiveFeed:
+    """Makes frames of the engine's stats, and hands each to every viewer. Lives on one event loop.
+
+    A frame is `{"time_us", "num_stages", "tokens_per_s", "busy": [...], "bubble", "spans": [...], ...}`; a span is
+    `[stage, step_id, start_us, end_us, cohort, rows, tokens]`, times in microseconds since the epoch. While the engine
+    is started again a frame has `time_us`, `is_recovering` and `recoveries` alone.
+    """
+
+    def __init__(self, llm: AsyncLLM, period_s: float) -> None:
+        self._llm = llm
+        self._period_s = period_s
+        self.viewers: set[asyncio.Queue[str]] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    async def events(self, num_frames: int | None = None) -> AsyncGenerator[str, None]:
+        """Yield frames as server-sent events, without end or as many as asked for."""
+        frames: asyncio.Queue[str] = asyncio.Queue(_MAX_BACKLOG)
+        self.viewers.add(frames)
+        if self._task is None:
+            self._task = asyncio.create_task(self._poll())
+        try:
+            num_sent = 0
+            while num_frames is None or num_sent < num_frames:
+                yield await frames.get()
+                num_sent += 1
+        finally:
+            self.viewers.discard(frames)
+            if not self.viewers:
+                await self._stop()
+
+    async def _stop(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _poll(self) -> None:
+        before: Mapping[str, Any] = {}
+        before_s = time.monotonic()
+        seen_us = int(time.time() * 1e6) - _FIRST_LOOK_US
+        while True:
+            seen_us = min(seen_us, int(time.time() * 1e6))  # the clock may have been set back
+            try:
+                stats = await self._llm.stats(spans_after_us=seen_us)
+            except RayppError as error:
+                self._hand_out({"time_us": int(time.time() * 1e6), "error": str(error)})
+            else:
+                if before and before["recoveries"]["count"] != stats["recoveries"]["count"]:
+                    before = {}  # the engine's counters began anew
+                if stats["is_recovering"]:
+                    self._hand_out({"time_us": int(time.time() * 1e6), **{name: stats[name] for name in _OF_CLIENT}})
+                else:
+                    now_s = time.monotonic()
+                    self._hand_out(_frame(before, stats, now_s - before_s))
+                    # Per stage the reports are in order, but a stage may report a little later than another.
+                    seen_us = min(_newest_per_stage(stats), default=seen_us)
+                    before, before_s = stats, now_s
+            await asyncio.sleep(self._period_s)
+
+    def _hand_out(self, frame: Mapping[str, Any]) -> None:
+        event = f"data: {json.dumps(frame, separators=(',', ':'))}\n\n"
+        for viewer in self.viewers:
+            if viewer.full():
+                viewer.get_nowait()
+            viewer.put_nowait(event)
+
+
+def _frame(before: Mapping[str, Any], stats: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    num_new = stats["num_generated_tokens"] - before.get("num_generated_tokens", stats["num_generated_tokens"])
+    shares = busy_shares(before, stats) if before else None
+    busy, bubble = shares if shares is not None else ([0.0] * len(stats["stages"]), None)
+    return {
+        "time_us": int(time.time() * 1e6),
+        "num_stages": len(stats["stages"]),
+        "tokens_per_s": num_new / seconds if seconds > 0 else 0.0,
+        "busy": [round(share, 4) for share in busy],
+        "bubble": bubble,
+        **{name: stats[name] for name in (*_SHOWN, *_OF_CLIENT)},
+        "spans": [span[:_SPAN_FIELDS] for span in stats["spans"]],
+    }
+
+
+def _newest_per_stage(stats: Mapping[str, Any]) -> list[int]:
+    newest: dict[int, int] = {}
+    for stage_index, _, _, end_us, *_ in stats["spans"]:
+        newest[stage_index] = max(end_us, newest.get(stage_index, 0))
+    # A stage that reported nothing may still have something from before: look back as far as the others came.
+    return list(newest.values()) if len(newest) == len(stats["stages"]) else []

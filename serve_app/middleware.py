@@ -1,21 +1,127 @@
-"""What a request passes before any route sees it: its key, its size, and the count of what became of it.
+"""What a request passes before any route sees it: its key, its size, the count of what became of it, and its JSON.
+
+Bodies are read here, not by FastAPI: what is wrong with one is said in the words that batches have for it, too.
 
 Plain ASGI: Starlette's own base class would put a task and a queue between the route and the client.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
-from collections.abc import Callable, Collection, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from functools import partial
+from typing import Any
+from urllib.parse import quote
 
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.error_answers import BodyTooLargeError, error_answer, error_response
+from raypp.config.http_settings import UnknownFields
+from raypp.openai_api.error_bodies import BodyError, decode_json, parse_body
+from raypp.openai_api.request_fields import BodyModel
+from serve_app.answers import BodyTooLargeError, client_gone_response, error_answer, error_response
+
+IGNORED_HEADER = "X-Raypp-Ignored-Fields"
+"""Names the fields of a body that had no effect, percent-encoded."""
+_MAX_NAMES = 16
+_MAX_NAME_CHARS = 64
+
+_MAX_INLINE_BYTES = 1 << 18
+"""At worst some tens of milliseconds of parsing. A body of many megabytes takes seconds and would hold up every stream
+of the replica. In a thread what needs no Python still does, since it holds Python's lock: decoding JSON, long lists."""
 
 
-class ApiKeys:
+def json_route(unknown_fields: UnknownFields) -> type[APIRoute]:
+    """Return the class of routes whose body, if they take one, is JSON.
+
+    Args:
+        unknown_fields: As of `parse_body`. What was ignored of a body is named in a header of its answer.
+    """
+
+    class JsonRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            """Return the handler: it parses the body, then leaves the rest to FastAPI."""
+            handle = super().get_route_handler()
+            if self.body_field is None:
+                return handle
+            kind: Any = self.body_field.field_info.annotation  # the model's class
+
+            async def parse_and_handle(request: Request) -> Response:
+                _check_headers(request)
+                try:
+                    raw = await request.body()
+                except ClientDisconnect:  # it sent half a body and left, which is no error of ours
+                    return client_gone_response()
+                parse = partial(_parsed, kind, raw, unknown_fields)
+                parsed = await asyncio.to_thread(parse) if len(raw) > _MAX_INLINE_BYTES else parse()
+                response = await handle(_ParsedRequest(request, raw, parsed))
+                if ignored := parsed.ignored():
+                    names = [quote(name[:_MAX_NAME_CHARS], safe="=") for name in ignored[:_MAX_NAMES]]
+                    response.headers[IGNORED_HEADER] = ", ".join(names)
+                return response
+
+            return parse_and_handle
+
+    return JsonRoute
+
+
+class _ParsedRequest(Request):
+    """A request whose body has been parsed."""
+
+    def __init__(self, request: Request, raw: bytes, parsed: object) -> None:
+        super().__init__(request.scope, request.receive)
+        self._raw = raw
+        self._parsed = parsed
+
+    async def body(self) -> bytes:
+        """Return what was sent."""
+        return self._raw
+
+    async def json(self) -> Any:
+        """Return the body's shape. FastAPI takes it as it is."""
+        return self._parsed
+
+
+def _parsed(kind: type[BodyModel], raw: bytes, unknown_fields: UnknownFields) -> BodyModel:
+    return parse_body(kind, decode_json(raw), unknown_fields)
+
+
+def _check_headers(request: Request) -> None:
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise BodyError("the body is compressed", got=f"Content-Encoding: {encoding[:80]}", expected="plain JSON")
+    content_type = request.headers.get("content-type")
+    kind = (content_type or "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise BodyError(
+            "the body's Content-Type is not JSON",
+            got="no Content-Type" if content_type is None else f"Content-Type: {content_type[:80]}",
+            expected="the header Content-Type: application/json",
+        )
+
+
+class _HttpLayer(ABC):
+    """What stands around an app, for HTTP alone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what is not HTTP, and answer the rest."""
+        await (self._answer if scope["type"] == "http" else self._app)(scope, receive, send)
+
+    @abstractmethod
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or pass it on."""
+
+
+class ApiKeys(_HttpLayer):
     """Refuses requests that bring no valid key."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Collection[str]) -> None:
@@ -26,14 +132,14 @@ class ApiKeys:
             keys: Of which a request must bring one.
             open_paths: What needs none.
         """
-        self._app = app
+        super().__init__(app)
         self._open_paths = open_paths
         # Digests of equal length: comparing them takes the same time whatever was sent.
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 401."""
-        if scope["type"] != "http" or scope["method"] == "OPTIONS" or _path(scope) in self._open_paths:
+        if scope["method"] == "OPTIONS" or _path(scope) in self._open_paths:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
@@ -59,18 +165,15 @@ class ApiKeys:
         return found
 
 
-class BodyLimit:
+class BodyLimit(_HttpLayer):
     """Refuses bodies that are too large, whether they say so beforehand or not."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
+        super().__init__(app)
         self._max_bytes = max_bytes
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 413."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isdigit() and int(announced) > self._max_bytes:
             await error_answer(BodyTooLargeError(self._max_bytes))(scope, receive, send)
@@ -88,15 +191,12 @@ class BodyLimit:
         await self._app(scope, counted, send)
 
 
-class HeadsOfGets:
+class HeadsOfGets(_HttpLayer):
     """Answers HEAD with the status and the headers that GET has."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and end the answer behind its headers."""
-        if scope["type"] != "http" or scope["method"] != "HEAD":
+        if scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
 
@@ -108,18 +208,15 @@ class HeadsOfGets:
         await self._app({**scope, "method": "GET"}, receive, without_body)
 
 
-class RequestCounter:
+class RequestCounter(_HttpLayer):
     """Counts responses by route and status."""
 
     def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:
-        self._app = app
+        super().__init__(app)
         self._count = count
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and count how it was answered."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
 
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -134,7 +231,7 @@ class RequestCounter:
 
 
 def _route(scope: Scope) -> str:
-    return getattr(scope.get("route"), "path", "other")  # a path that nobody knows is not a label
+    return getattr(scope.get("route"), "path", "other")  # a path without a route is not a label
 
 
 def _path(scope: Scope) -> str:

@@ -13,8 +13,15 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raypp.errors import EngineDeadError, RayppError
-from serve_app.client_connection import EventStream, error_event, message_error_event, response_error_event
-from serve_app.error_answers import error_answer, is_anthropic, unhealthy_answer
+from serve_app.answers import (
+    EventStream,
+    error_answer,
+    error_event,
+    is_anthropic,
+    message_error_event,
+    response_error_event,
+    unhealthy_answer,
+)
 from serve_app.prefix_keys import PrefixKeys
 
 ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.proxy_answers:middlewares"}
@@ -61,7 +68,7 @@ class ProxyAnswers:
             message = f"no replica answered within {self._health_timeout_s:g} s: it is being replaced, or overloaded"
             await unhealthy_answer(message)(scope, receive, send)
         elif not answer.has_started:
-            await error_answer(_broken() if answer.is_served else _not_served())(scope, receive, send)
+            await error_answer(_broken(is_served=answer.is_served))(scope, receive, send)
         elif answer.is_unfinished_stream:
             body = answer.last_event(_broken()).encode()
             await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -113,14 +120,9 @@ class _Answer:
         await self._send(message)
 
 
-def _broken() -> EngineDeadError:
-    return EngineDeadError("the replica ended before its answer did", hint="send the request again; /health tells when")
-
-
-def _not_served() -> EngineDeadError:
-    return EngineDeadError(
-        "no application is served: it starts or stops", hint="send the request again; /health tells when"
-    )
+def _broken(*, is_served: bool = True) -> EngineDeadError:
+    ended = "the replica ended before its answer did" if is_served else "no application is served: it starts or stops"
+    return EngineDeadError(ended, hint="send the request again; /health tells when")
 
 
 async def _has_applications(app: ASGIApp, scope: Scope, receive: Receive) -> bool:

@@ -1,15 +1,24 @@
-"""The short way to a server: `raypp serve` deploys the application on Ray, and waits until it is told to stop."""
+"""The short way to a server: `raypp serve` deploys the application on Ray, and waits for a signal to stop.
+
+SIGINT and SIGTERM are granted in time: a stopped Ray job has three seconds. SIGHUP asks to read the configuration again
+and to have every engine follow it, under its requests, unless the terminal is gone: then it is a request to stop, too.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import re
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Self
 
 import ray
 from ray import serve
@@ -18,14 +27,13 @@ from ray.exceptions import RayError
 from raypp.actors.cluster import Cluster, hide_log_lines
 from raypp.actors.deadline import in_short
 from raypp.api.launch import load_tokenizer
-from raypp.config.engine_config import EngineConfig
+from raypp.config.engine_config import EngineConfig, changed_settings
 from raypp.config.http_settings import HttpAddress, HttpSettings
-from raypp.errors import ConfigError, EngineDeadError
+from raypp.errors import ConfigError, EngineDeadError, RayppError
 from raypp.openai_api.syntaxes import check_parsers
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from serve_app.app import build_application, end_timeout_s
-from serve_app.reload import Reload
+from serve_app.app import ENGINE, build_application, end_timeout_s
 from serve_app.running_serve import (
     RunningServe,
     delete_application,
@@ -35,7 +43,155 @@ from serve_app.running_serve import (
     start_serve,
     wait_for_proxies,
 )
-from serve_app.stop_signals import StopSignals
+
+STOP_TIMEOUT_S = 2.5
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignals:
+    """Notes the first signal; the second one ends the process. To be entered in the main thread."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self.is_connected = False
+        """Whether there is anything to take down; without, the process ends at once."""
+        self.has_started = False
+        """Whether something is served: its end may take the time that it takes, while what starts is not waited for."""
+        # Not an Event: a handler that ran while its own thread held the Event's lock would wait for itself.
+        self._changes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._wants_reload = False
+        self._had_terminal = _has_terminal()
+        self._timer: threading.Timer | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def listen(self) -> None:
+        """Take the signals, again if other code took them meanwhile."""
+        for number in _SIGNALS:
+            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGHUP, self._on_hangup)
+
+    def take_reload(self) -> bool:
+        """Return whether the configuration is to be read again, since the last call."""
+        wanted, self._wants_reload = self._wants_reload, False
+        return wanted
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return after a signal, and when another thread calls `wake`. Look for what has changed after every return.
+
+        Args:
+            timeout_s: The longest to wait; None: for ever.
+        """
+        with contextlib.suppress(queue.Empty):
+            self._changes.get(timeout=timeout_s)
+
+    def wake(self) -> None:
+        """Have the waiting thread look."""
+        self._changes.put(None)
+
+    def exit(self) -> NoReturn:
+        """End the process with the signal's exit code, 130 or 143."""
+        assert self.received is not None
+        _exit_now(self.received)
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.getsignal(number) for number in (*_SIGNALS, signal.SIGHUP)}
+        self.listen()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None or not self.is_connected:
+            _exit_now(number)
+        self.received = signal.Signals(number)
+        if not self.has_started:  # what starts may hang: it is not waited for
+            self._timer = threading.Timer(STOP_TIMEOUT_S, _exit_now, [number])
+            self._timer.daemon = True
+            self._timer.start()
+        self._changes.put(None)
+
+    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
+        if self._had_terminal and not _has_terminal():
+            self._on_signal(number, frame)
+            return
+        self._wants_reload = True
+        self._changes.put(None)
+
+
+def _has_terminal() -> bool:
+    """Return whether this process has a terminal that signals can come from."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def _exit_now(number: int) -> NoReturn:
+    """End without ado; a local Ray ends with this process."""
+    print(f"raypp: stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+    os._exit(128 + number)
+
+
+_ANSWER_S = 60.0  # for a replica to answer beside what its engine may take to start
+
+
+class _Messenger:
+    """Speaks to replicas, in a process of its own: Serve's handles listen to its controller until their process ends.
+
+    Ray would tell of that as a failure when the server stops.
+    """
+
+    def restart(self, app_name: str, config: EngineConfig, timeout_s: float) -> list[str]:
+        """Have all engines follow a configuration; return what kept some from it."""
+        handle = serve.get_deployment_handle(ENGINE, app_name)
+        answers = handle.broadcast("restart", config).results(timeout_s=timeout_s, return_exceptions=True)
+        return [str(answer) for answer in answers if answer is not None]
+
+
+class Reload:
+    """Knows which configuration the engines follow."""
+
+    def __init__(self, config: EngineConfig, read_again: Callable[[], EngineConfig], app_name: str) -> None:
+        """Begin with a configuration.
+
+        Args:
+            config: The first one.
+            read_again: Returns what is configured now.
+            app_name: Of the application.
+        """
+        self._config = config
+        self._read_again = read_again
+        self._app_name = app_name
+
+    def run(self) -> str:
+        """Have the engines follow what is configured now; return what came of it, in words. Blocks while they start."""
+        try:
+            config = self._read_again()
+        except RayppError as error:
+            return f"the configuration cannot be read again: {error}"
+        changes = changed_settings(self._config, config)
+        if not changes:
+            return "the configuration is what it was"
+        timeout_s = config.faults.start_timeout_s + config.faults.restart_wait_s + _ANSWER_S
+        messenger: Any = ray.remote(_Messenger).options(num_cpus=0).remote()
+        try:
+            failures = ray.get(messenger.restart.remote(self._app_name, config, timeout_s), timeout=timeout_s)
+        except (TimeoutError, RuntimeError, ray.exceptions.RayError) as error:
+            return f"the replicas did not answer: {error}"
+        finally:
+            ray.kill(messenger)
+        if failures:
+            return f"the engine goes on as it was: {failures[0]}"
+        self._config = config
+        return "the engine runs with " + ", ".join(f"{name} = {new!r}" for name, (_, new) in changes.items())
+
 
 _LOOK_S = 1.0
 _NOTICE_S = 0.1
@@ -191,12 +347,13 @@ class _Starting:
     def check(self) -> None:
         """Raise what kept it from starting."""
         if isinstance(self._error, RuntimeError | TimeoutError | RayError):
-            running = RunningServe.of_this_cluster()
+            running, node = RunningServe.of_this_cluster(), ray._private.worker._global_node
+            logs = "logs/ in Ray's session folder" if node is None else node.get_logs_dir_path()
             said = "" if running is None else running.troubles.get(self._address.app_name, "")
             raise EngineDeadError(
                 "Ray Serve could not deploy the application",
                 got=cause_of(said) or in_short(self._error),
-                hint=f"logs: {_log_folder()}; a machine that is only slow needs a larger start_timeout_s",
+                hint=f"logs: {logs}; a machine that is only slow needs a larger start_timeout_s",
             ) from self._error
         if self._error is not None:
             raise self._error
@@ -218,11 +375,6 @@ def cause_of(said: str) -> str | None:
     """Return the exception in what Serve says of a replica that does not start; None: there is none."""
     found = re.findall(r"^(?:ray\.exceptions\.)?[\w.]*(?:Error|Exception)\b: .*", said, re.MULTILINE)
     return None if not found else str(found[-1])
-
-
-def _log_folder() -> str:
-    node = ray._private.worker._global_node
-    return "logs/ in Ray's session folder" if node is None else str(node.get_logs_dir_path())
 
 
 def _say(text: str) -> None:

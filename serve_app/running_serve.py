@@ -36,11 +36,7 @@ _SERVES_NOISE = ("Connecting to existing Serve app", "Deleting app ", "Applicati
 
 def hide_noise() -> None:
     """Keep out of this process's stderr what Serve says of each start and end."""
-    logging.getLogger(SERVE_LOGGER_NAME).addFilter(_is_no_noise)
-
-
-def _is_no_noise(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_SERVES_NOISE)
+    logging.getLogger(SERVE_LOGGER_NAME).addFilter(lambda record: not record.getMessage().startswith(_SERVES_NOISE))
 
 
 def serve_environment(timeout_s: float) -> dict[str, str]:
@@ -172,7 +168,7 @@ class RunningServe:
                 )
 
     def check_place(self, host: str, port: int, app_name: str, route_prefix: str) -> None:
-        """Refuse a place that is somebody else's: deploying there would replace what is served.
+        """Refuse a place that another application has: deploying there would replace what is served.
 
         Raises:
             ConfigError: the name or the prefix is taken, or Serve listens somewhere else.

@@ -34,7 +34,7 @@ from raypp.driver.engine_loop import Engine
 from raypp.messages import MaskUpdate, StepPlan, StepResult, pack, unpack
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.scheduler.request import Request
+from raypp.request import Request
 from raypp.scheduler.scheduler import Scheduler
 from raypp.stage.stage import Stage
 from raypp.tracing import Tracer

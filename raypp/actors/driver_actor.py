@@ -19,8 +19,7 @@ from raypp.config.env import log_to_stderr
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine_loop import Engine
 from raypp.driver.grammars import Grammars
-from raypp.driver.open_requests import OpenRequests
-from raypp.driver.server import DriverServer, open_client_socket, spare_the_collector
+from raypp.driver.server import DriverServer, OpenRequests, open_client_socket, spare_the_collector
 from raypp.driver.stage_health import FailureReports, StageHealth, Witness
 from raypp.errors import EngineDeadError
 from raypp.grammar.grammar_threads import GrammarThreads

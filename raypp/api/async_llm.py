@@ -9,15 +9,13 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from raypp.api.exit_hook import ExitHook
+from raypp.api.conversation import Rendering, RenderingOptions
 from raypp.api.frontend import Frontend
-from raypp.api.launch import Launch, Model, OpenEngine, launch_on_ray, open_engine
-from raypp.api.per_request import Params, Priority
+from raypp.api.launch import EngineOwner, ExitHook, Launch, Model, OpenEngine, launch_on_ray, open_engine
 from raypp.api.picture_prompts import EncodedPrompt
-from raypp.api.rendering import Rendering, RenderingOptions
+from raypp.api.prepare import Params, Priority
 from raypp.api.running_request import PreparedRequest
-from raypp.api.timeline import Timeline
-from raypp.api.timeline_reader import read_timeline
+from raypp.api.timeline import Timeline, read_timeline
 from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError, StageDiedError
@@ -32,7 +30,7 @@ _HEALTH_TIMEOUT_S = 5.0
 """Driver and stages hear of each other every half second. More patience than that is for a machine under load."""
 
 
-class AsyncLLM:
+class AsyncLLM(EngineOwner):
     """A model, ready to generate, on the event loop in which it is first used.
 
     async with await AsyncLLM.create("tiny", num_stages=2) as llm:
@@ -76,27 +74,9 @@ class AsyncLLM:
         return cls(await opened)
 
     @property
-    def config(self) -> EngineConfig:
-        """The configuration as it was given."""
-        return self._engine.config
-
-    @property
     def max_model_len(self) -> int:
         """The most tokens of a request, prompt and output together."""
         return int(self._engine.handle.model_info["max_model_len"])
-
-    @property
-    def sampling_defaults(self) -> Mapping[str, Any]:
-        """Fields of `SamplingParams` that hold where a request says nothing, of the model's generation_config.json."""
-        return self._engine.sampling_defaults
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a request that comes without any; `dataclasses.replace` changes some of them."""
-        return SamplingParams(**self.sampling_defaults)
-
-    def reset_prefix_cache(self) -> None:
-        """Let later requests find nothing in the prefix cache; see `LLM.reset_prefix_cache`."""
-        self._engine.preparer.reset_prefix_cache()
 
     def draw_seeds_as(self, name: str) -> None:
         """Draw the seeds of requests that bring none as the engine of this name: others of the same seed draw others.
@@ -112,29 +92,28 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        deltas: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt; the outputs that come are cumulative. Leaving the iterator early aborts the request.
 
-        Images are read in another thread, when the first output is asked for; what is wrong with them is told then.
+        Images are read in another thread, when the first output is asked for; errors about them come then.
 
         Args:
             prompt: One, as for `LLM.generate`.
             params: How to sample; None: as `get_default_sampling_params` says.
             request_id: Its public id; made up by default.
             priority: Smaller is served first.
+            deltas: Let each output have only the text, the tokens and their log-probabilities that are new in it.
 
         Raises:
             RequestError: it cannot be run.
             EngineDeadError: the engine died.
         """
         request_ids = None if request_id is None else [request_id]
-
-        def prepare(prompts: Sequence[Prompt | EncodedPrompt]) -> list[PreparedRequest]:
-            return self._engine.preparer.prompts(prompts, params, request_ids, priority)
-
+        prepare = partial(self._engine.preparer.prompts, params=params, request_ids=request_ids, priority=priority)
         if _has_images([prompt]):
-            return self._stream_beside(partial(self._with_pictures, [prompt], prepare))
-        return self._stream(prepare([prompt]))
+            return self._stream_beside(partial(self._with_pictures, [prompt], prepare), deltas=deltas)
+        return self._stream(prepare([prompt]), deltas=deltas)
 
     def chat(
         self,
@@ -152,13 +131,9 @@ class AsyncLLM:
             params: How to sample; None: as `get_default_sampling_params` says.
             request_id: Its public id; made up by default.
             priority: Smaller is served first.
-            **rendering: What the chat template is told besides, as for `LLM.chat`.
+            **rendering: Further values for the chat template, as for `LLM.chat`.
         """
-        request_ids = None if request_id is None else [request_id]
-
-        def prepare(messages: Sequence[ChatMessage]) -> list[PreparedRequest]:
-            return self._engine.preparer.chats([messages], params, request_ids, Rendering(**rendering), priority)
-
+        prepare = partial(self._prepare_chat, params, request_id, Rendering(**rendering), priority)
         if has_pictures(messages):
             return self._stream_beside(partial(self._with_pictures_in, messages, prepare))
         return self._stream(prepare(messages))
@@ -185,9 +160,7 @@ class AsyncLLM:
         """
         frontend = self._frontend_here()
 
-        def prepare(prompts: Sequence[Prompt | EncodedPrompt]) -> list[PreparedRequest]:
-            return self._engine.preparer.prompts(prompts, params, request_ids, priority)
-
+        prepare = partial(self._engine.preparer.prompts, params=params, request_ids=request_ids, priority=priority)
         has_images = _has_images(prompts)
         return await frontend.complete(await self._with_pictures(prompts, prepare) if has_images else prepare(prompts))
 
@@ -202,11 +175,7 @@ class AsyncLLM:
     ) -> RequestOutput:
         """Answer a conversation and return the finished output; otherwise as `chat`. Cancelling aborts it."""
         frontend = self._frontend_here()
-        request_ids = None if request_id is None else [request_id]
-
-        def prepare(messages: Sequence[ChatMessage]) -> list[PreparedRequest]:
-            return self._engine.preparer.chats([messages], params, request_ids, Rendering(**rendering), priority)
-
+        prepare = partial(self._prepare_chat, params, request_id, Rendering(**rendering), priority)
         has_images = has_pictures(messages)
         prepared = await self._with_pictures_in(messages, prepare) if has_images else prepare(messages)
         return (await frontend.complete(prepared))[0]
@@ -286,14 +255,6 @@ class AsyncLLM:
         """Start the engine again with other settings, under its requests; see `LLM.restart`."""
         await asyncio.to_thread(self._engine.restart, config, settings)
 
-    def plan(self) -> dict[str, Any]:
-        """Return layers, bytes and blocks per stage."""
-        return self._engine.handle.plan()
-
-    def processes(self) -> dict[str, Any]:
-        """Return `{"driver": pid, "stages": [pid, ...], "encoders": [...]}`."""
-        return self._engine.handle.processes()
-
     def encoder_actors(self) -> list[Any]:
         """Return the Ray actors that encode images, for those who have some encoded for themselves. Blocks."""
         return self._engine.handle.encoder_actors()
@@ -360,14 +321,25 @@ class AsyncLLM:
         pictures = self._engine.pictures
         return prepare(messages) if pictures is None else await pictures.beside.messages(messages, prepare)
 
-    def _stream(self, prepared: list[PreparedRequest]) -> AsyncGenerator[RequestOutput, None]:
-        return self._frontend_here().stream(prepared[0])
+    def _prepare_chat(
+        self,
+        params: SamplingParams | None,
+        request_id: str | None,
+        rendering: Rendering,
+        priority: int,
+        messages: Sequence[ChatMessage],
+    ) -> list[PreparedRequest]:
+        request_ids = None if request_id is None else [request_id]
+        return self._engine.preparer.chats([messages], params, request_ids, rendering, priority)
+
+    def _stream(self, prepared: list[PreparedRequest], *, deltas: bool = False) -> AsyncGenerator[RequestOutput, None]:
+        return self._frontend_here().stream(prepared[0], deltas=deltas)
 
     async def _stream_beside(
-        self, prepare: Callable[[], Awaitable[list[PreparedRequest]]]
+        self, prepare: Callable[[], Awaitable[list[PreparedRequest]]], *, deltas: bool = False
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a request that takes its time to be prepared."""
-        async with contextlib.aclosing(self._stream(await prepare())) as outputs:
+        async with contextlib.aclosing(self._stream(await prepare(), deltas=deltas)) as outputs:
             async for output in outputs:
                 yield output
 

@@ -1,4 +1,4 @@
-"""Conversations as chat templates read them: the same for Python and HTTP.
+"""Conversations as chat templates read them, and how they become text: the same for Python and HTTP.
 
 What clients send differs from what templates expect: `developer` for `system`, `null` for no content, the arguments of
 a replayed call as JSON text, texts in parts. A template would refuse these, or write them into the prompt as they are.
@@ -8,9 +8,66 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
 
 from pydantic_core import from_json
+
+from raypp.errors import RequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendering:
+    """What the chat template gets beside the messages.
+
+    Raises RequestError on values that contradict each other.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Functions that the model may call, in OpenAI's shape."""
+    chat_template: str | None = None
+    """A template in Jinja, in place of the model's own."""
+    chat_template_kwargs: Mapping[str, Any] | None = field(default=None, hash=False)
+    """Further values that the template reads, e.g. `enable_thinking`."""
+    add_generation_prompt: bool = True
+    """End the text where the assistant's message begins."""
+    continue_final_message: bool = False
+    """End the text inside of the last message, so that the model goes on with it; without `add_generation_prompt`."""
+    add_special_tokens: bool = False
+    """Put those around the text that the model expects around texts. Templates mostly write them themselves."""
+
+    def __post_init__(self) -> None:
+        """Check the values together."""
+        if self.add_generation_prompt and self.continue_final_message:
+            raise RequestError(
+                "continue_final_message beside add_generation_prompt",
+                got="both are true",
+                expected="one of them: the model goes on with the last message, or begins one of its own",
+                hint="to have the last message continued, say add_generation_prompt=false",
+                param="continue_final_message",
+            )
+
+    def template_values(self) -> dict[str, Any]:
+        """Return the values that the template reads."""
+        values = dict(self.chat_template_kwargs or {})
+        if self.tools is not None:
+            values["tools"] = list(self.tools)
+        return values
+
+
+class RenderingOptions(TypedDict, total=False):
+    """The fields of `Rendering`, as keywords of `chat`."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    add_special_tokens: bool
+
+
+PLAIN_RENDERING = Rendering()
+
 
 MAX_JSON_DEPTH = 200
 """Levels of lists and objects in a body, and in the arguments of a call: what the JSON parser follows."""

@@ -4,10 +4,10 @@
         |                         |
         +------ it died for good, or the client closes ------> ended
 
-A client hears of a death in up to three ways: from the driver, from whoever holds the engine, and by silence. What it
-finds out itself it reports to the holder, who alone decides whether the engine is started again.
+A client hears of a death in up to three ways: from the driver, from the engine's handle, and by silence. What it
+finds out itself it reports to the handle, which alone decides whether the engine is started again.
 
-The driver's last message says what was in a step, and the holder may be quicker. So while a client waits, the old
+The driver's last message says what was in a step, and the handle may be quicker. So while a client waits, the old
 socket is still read: to that message, or until the engine runs again. A connection is to one engine: the old one is
 closed before a new one is opened.
 """
@@ -19,31 +19,110 @@ import contextlib
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from raypp.api.client import EngineClient
+import zmq
+
 from raypp.api.launch import EngineHandle
-from raypp.client_messages import ClientMessage, CloseClient, DriverMessage, EngineDead
+from raypp.client_messages import (
+    ClientMessage,
+    CloseClient,
+    DriverMessage,
+    EngineDead,
+    OpenClient,
+    decode_driver_message,
+    encode_client_message,
+)
 from raypp.config.sections import FaultsSection
 from raypp.errors import EngineDeadError, RayppError
+from raypp.zmq_sockets import close_with_owner
+
+_LINGER_MS = 200
+"""How long closing may take to get the last message out, when the driver does not take it."""
+
+
+class EngineClient:
+    """A DEALER socket that is read when the event loop says so.
+
+    zmq's own asyncio socket makes futures and tasks for every message; this one costs a callback per wake-up. The
+    socket's file descriptor is edge-triggered and any use of the socket may swallow the edge: so every read goes on
+    until nothing is left, and every send is followed by one.
+    """
+
+    def __init__(self, address: str, on_message: Callable[[DriverMessage], None]) -> None:
+        """Connect. Must be called in the event loop that it shall live on.
+
+        Args:
+            address: zmq address of the driver's ROUTER socket.
+            on_message: Called in the loop with everything that the driver sends.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._on_message = on_message
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = context.socket(zmq.DEALER)
+        self._close_socket = close_with_owner(self, [self._socket], context)
+        self._socket.set_hwm(0)  # neither end may drop a message, and a send must not block the loop
+        self._socket.linger = _LINGER_MS
+        self._socket.connect(address)
+        self._fd: int = self._socket.FD
+        self._is_open = True
+        self._was_heard = False
+        self._loop.add_reader(self._fd, self._read)
+        self.send(OpenClient())
+
+    def send(self, message: ClientMessage) -> None:
+        """Send a message; does not wait."""
+        frames = encode_client_message(message)
+        self._socket.send_multipart(frames, copy=all(isinstance(frame, bytes) for frame in frames))
+        if not self._loop.is_closed():
+            self._loop.call_soon(self._read)
+
+    def was_heard(self) -> bool:
+        """Take in what has come; return whether anything has, since the last call."""
+        self._read()
+        was_heard, self._was_heard = self._was_heard, False
+        return was_heard
+
+    def close(self, *, delivers: bool = True) -> None:
+        """Disconnect. In the event loop, or when that has ended.
+
+        Args:
+            delivers: Whether what was sent last gets a moment to arrive; without a driver that is of no use.
+        """
+        if self._is_open:
+            self._is_open = False
+            if not delivers:
+                self._socket.linger = 0
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._fd)
+            self._close_socket()
+
+    def _read(self) -> None:
+        while self._is_open:  # the message that was just handled may have closed it
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._was_heard = True
+            self._on_message(decode_driver_message(frames))
 
 
 class ConnectionUser(Protocol):
-    """Who is told what the connection brings. Called in its event loop."""
+    """What is called with what the connection brings, in its event loop."""
 
     def on_message(self, message: DriverMessage) -> None:
         """Take in what the driver sends, but for the message that it dies; some may follow `on_lost`."""
 
     def on_lost(self, error: RayppError | None) -> None:
-        """Take in that the engine died; nothing can be sent. It may come back, or it is told to be dead.
+        """Take in that the engine died; nothing can be sent. It may come back, or `on_dead` follows.
 
         Args:
-            error: What it died of; None: it is replaced on purpose, or nobody has said.
+            error: What it died of; None: it is replaced on purpose, or that is not known.
         """
 
     def on_back(self, in_flight: Collection[int] | None, *, is_explained: bool) -> None:
         """Take in that the engine runs again, knowing nothing of what it was asked for before.
 
         Args:
-            in_flight: The handles that were in a step when the last one died; None if nobody was left to tell.
+            in_flight: The handles that were in a step when the last one died; None if that is not known.
             is_explained: Whether it is known that it died of no request.
         """
 
@@ -92,7 +171,7 @@ class EngineConnection:
         self._has_ended = True
         if self._client is not None and not self._is_lost:
             self._client.send(CloseClient())
-        self._disconnect(delivers=not self._is_lost)  # nobody takes what was sent to a dead driver
+        self._disconnect(delivers=not self._is_lost)  # a dead driver takes nothing
 
     def engine_lost(self, error: RayppError | None) -> None:
         """Take in, in any thread, that a part of the engine died, or None did, and that it is being started again."""
@@ -166,7 +245,7 @@ class EngineConnection:
     def _check_silence(self) -> None:
         """Give up on a driver that is there and says nothing: it is stopped, or hangs.
 
-        Silence is counted in turns of this loop: while the loop itself stood still, nobody was there to hear.
+        Silence is counted in turns of this loop: while the loop itself stood still, nothing could be heard.
         """
         if self._client is None:
             return

@@ -5,6 +5,9 @@ this. A step's outputs come as one message: they go straight into the requests, 
 
 While an engine that died is started again, its requests stay here, new ones join them, and all can be aborted. The next
 engine gets what is unfinished, each continuation with the tokens that it has, and goes on with the same text.
+
+A long list of requests is sent in parts (`SendWindow`): the engine refuses what it has no room for. What is not sent
+waits here, with the caller, who holds it anyway.
 """
 
 from __future__ import annotations
@@ -14,23 +17,185 @@ import copy
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from raypp.api.engine_connection import EngineConnection
-from raypp.api.handing_over import messages_of_begun, messages_of_new
 from raypp.api.launch import OpenEngine
-from raypp.api.output_logprobs import logprobs_per_request
 from raypp.api.poison_requests import PoisonDetector, poison_error
-from raypp.api.recovery_log import RecoveryLog
-from raypp.api.running_completion import RunningCompletion
-from raypp.api.running_request import PreparedRequest, RunningRequest
-from raypp.api.send_window import SendWindow
-from raypp.api.waiting_room import WaitingRoom
+from raypp.api.running_request import (
+    PreparedRequest,
+    RunningCompletion,
+    RunningRequest,
+    logprobs_per_request,
+    messages_of_begun,
+    messages_of_new,
+)
 from raypp.client_messages import AbortRequests, DriverMessage, Rejected, StatsCall, StatsReply
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import DeadlineError, EngineDeadError, RayppError, RequestError, StageDiedError
 from raypp.messages import OutputBatch
+from raypp.prompt_items import unique_items
+from raypp.request import Request
+from raypp.request_memory import REQUEST_BYTES, RequestMemory
+from raypp.supervision.supervisor import Recovery
 from raypp.types import RequestOutput
+
+
+class SendWindow:
+    """The requests of one list, handed out in order as the engine gets room for them.
+
+    Half of what the engine may hold is for others. A request that is larger than that goes alone.
+
+    Args:
+        prepared: The list.
+        config: Of the engine.
+    """
+
+    def __init__(self, prepared: Sequence[PreparedRequest], config: EngineConfig) -> None:
+        self._waiting = deque(prepared)
+        self._max_bytes = config.scheduler.max_waiting_bytes // 2
+        self._max_pixel_bytes = config.encoder.max_waiting_pixel_bytes // 2
+        self._sizes: dict[str, tuple[int, int]] = {}  # of those sent and not ended: request and pixels
+        self._num_bytes = self._num_pixel_bytes = 0
+
+    def take(self) -> list[PreparedRequest]:
+        """Return the next ones that may be sent."""
+        taken = []
+        while self._waiting:
+            size, pixel_size = _sizes_of(self._waiting[0].request)
+            if self._sizes and (
+                self._num_bytes + size > self._max_bytes or self._num_pixel_bytes + pixel_size > self._max_pixel_bytes
+            ):
+                break
+            prepared = self._waiting.popleft()
+            self._sizes[prepared.request.request_id] = size, pixel_size
+            self._num_bytes += size
+            self._num_pixel_bytes += pixel_size
+            taken.append(prepared)
+        return taken
+
+    def note_ended(self, request_id: str) -> None:
+        """Take in that a request that was sent has ended."""
+        size, pixel_size = self._sizes.pop(request_id)
+        self._num_bytes -= size
+        self._num_pixel_bytes -= pixel_size
+
+
+def _sizes_of(request: Request) -> tuple[int, int]:
+    items = () if request.items is None else unique_items(request.items.items)
+    return (
+        request.params.n * (REQUEST_BYTES + request.prompt_token_ids.nbytes),
+        sum(item.patches.nbytes for item in items),
+    )
+
+
+class WaitingRoom:
+    """Counts a client's requests against the limits that the engine has for those of all clients.
+
+    Args:
+        config: Of the engine.
+        requests: Those that it had; they stay, whether there is room or not.
+    """
+
+    def __init__(self, config: EngineConfig, requests: Iterable[RunningRequest]) -> None:
+        self._memory = RequestMemory(
+            max_bytes=config.scheduler.max_waiting_bytes, max_pixel_bytes=config.encoder.max_waiting_pixel_bytes
+        )
+        for request in requests:
+            with suppress(RequestError):  # there never was room, which it was about to be told
+                self._add(request, is_new=False)
+
+    def enter(self, requests: Sequence[RunningRequest]) -> None:
+        """Have new requests wait, all or none.
+
+        Raises:
+            QueueFullError: there is no room now.
+            RequestError: there never is for one of them.
+        """
+        try:
+            for request in requests:
+                self._add(request, is_new=True)
+        except RayppError:
+            for request in requests:
+                self.leave(request)
+            raise
+
+    def leave(self, request: RunningRequest) -> None:
+        """Take in that a request has ended; one that is not here is ignored."""
+        for completion in request.completions:
+            self._memory.remove(completion.engine_id)
+
+    def _add(self, request: RunningRequest, *, is_new: bool) -> None:
+        for completion in request.unfinished:
+            self._memory.add(completion.engine_id, request.prepared.request, is_new=is_new)
+
+
+class RecoveryLog:
+    """Times the pauses of one client, from the moment that it hears of a death until it has handed its requests over.
+
+    Args:
+        clock: Monotonic, seconds; for tests.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began_s: float | None = None
+        self._paused_s = 0.0
+        self._last_paused_s = self._hand_over_s = 0.0
+        self._num_carried_over = 0
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engine is being started again."""
+        return self._began_s is not None
+
+    def begin(self) -> None:
+        """Take in that the engine died."""
+        if self._began_s is None:
+            self._began_s = self._clock()
+
+    def end(self, num_requests: int, back_s: float) -> None:
+        """Take in that requests go on.
+
+        Args:
+            num_requests: How many were unfinished.
+            back_s: When the engine was heard to run again, by the clock.
+        """
+        assert self._began_s is not None
+        now_s = self._clock()
+        self._last_paused_s, self._began_s = now_s - self._began_s, None
+        self._paused_s += self._last_paused_s
+        self._hand_over_s = now_s - back_s
+        self._num_carried_over += num_requests
+        _log.info("%d requests go on after %.1f s", num_requests, self._last_paused_s)
+
+    def figures(self, recoveries: Sequence[Recovery]) -> dict[str, Any]:
+        """Return them as `stats()` has them.
+
+        `recoveries.last` is the engine's `Recovery`, with `hand_over_s`, what handing over the requests took, and
+        `paused_s`, from the moment that this client heard of the death to the end of that.
+
+        Args:
+            recoveries: Of the engine.
+        """
+        paused_s = self._paused_s + (0.0 if self._began_s is None else self._clock() - self._began_s)
+        last = None
+        if recoveries:
+            last = {**asdict(recoveries[-1]), "hand_over_s": self._hand_over_s, "paused_s": self._last_paused_s}
+        return {
+            "is_recovering": self.is_paused,
+            "recoveries": {
+                "count": len(recoveries),
+                "paused_s": paused_s,
+                "num_carried_over": self._num_carried_over,
+                "last": last,
+            },
+        }
+
 
 _log = logging.getLogger(__name__)
 
@@ -59,8 +224,10 @@ class Frontend:
         """Whether the engine is being started again."""
         return self._recoveries.is_paused and self._death is None
 
-    async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
-        """Run a request and yield its outputs so far, whenever there are new ones. Leaving early aborts it.
+    async def stream(self, prepared: PreparedRequest, *, deltas: bool = False) -> AsyncGenerator[RequestOutput, None]:
+        """Run a request and yield its outputs so far, or what is new of them, whenever there are new ones.
+
+        Leaving early aborts it.
 
         Raises:
             RequestError: it was rejected.
@@ -75,7 +242,7 @@ class Frontend:
                 changed.clear()
                 if request.error is not None:
                     raise request.error
-                output = request.output()  # all that came since the last one, if the caller is slow
+                output = request.output(only_new=deltas)  # all that came since the last one, if the caller is slow
                 yield output
                 if output.finished:
                     return
@@ -102,17 +269,17 @@ class Frontend:
         all_ended: asyncio.Future[None] = self._loop.create_future()
         self._check_ids(prepared)
         num_left, window, requests = len(prepared), SendWindow(prepared, self._engine.config), list[RunningRequest]()
-        unsent = {item.request_id: False for item in prepared}
+        unsent = {item.request.request_id: False for item in prepared}
         is_sending = False
 
         def send() -> None:
             nonlocal is_sending
             if is_sending:
-                return  # whoever is at it goes on
+                return  # the call that is sending goes on
             is_sending = True
             try:
                 while not all_ended.done() and (more := window.take()):
-                    aborted = {item.request_id for item in more if unsent.pop(item.request_id)}
+                    aborted = {item.request.request_id for item in more if unsent.pop(item.request.request_id)}
                     sent = self._submit(more, stream=False, on_change=on_change)
                     requests.extend(sent)
                     self._abort(request for request in sent if request.request_id in aborted)
@@ -267,7 +434,7 @@ class Frontend:
     def _send_begun(self, request_ids: Iterable[str], *, goes_first: bool = False) -> None:
         max_running = self._engine.config.scheduler.max_num_seqs
         begun = ((r, c) for name in request_ids for r in [self._requests[name]] for c in r.unfinished)
-        for message in messages_of_begun(begun, self._engine.eos_token_ids, max_running, goes_first=goes_first):
+        for message in messages_of_begun(begun, max_running, goes_first=goes_first):
             self._connection.send(message)
 
     def _figures(self, of_engine: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -283,7 +450,7 @@ class Frontend:
         running = [
             RunningRequest(
                 item,
-                [next(self._numbers) for _ in range(item.params.n)],
+                [next(self._numbers) for _ in range(item.request.params.n)],
                 self._engine.tokenizer,
                 stream=stream,
                 on_change=on_change,
@@ -296,17 +463,19 @@ class Frontend:
             self._requests[request.request_id] = request
             self._completions |= {c.handle: (request, c) for c in request.completions}
         if self._connection.is_open:
-            for message in messages_of_new(running, self._engine.eos_token_ids):
+            for message in messages_of_new(running):
                 self._connection.send(message)
         return running
 
     def _check_ids(self, prepared: Sequence[PreparedRequest]) -> None:
         for item in prepared:
-            if item.request_id in self._requests or any(item.request_id in unsent for unsent in self._unsent.values()):
+            if item.request.request_id in self._requests or any(
+                item.request.request_id in unsent for unsent in self._unsent.values()
+            ):
                 raise RequestError(
                     "a request of this id is running already",
-                    request_id=item.request_id,
-                    got=item.request_id,
+                    request_id=item.request.request_id,
+                    got=item.request.request_id,
                     expected="an id of its own",
                 )
 

@@ -1,16 +1,24 @@
-"""From a model and settings to a running engine and what its clients need to talk to it."""
+"""From a model and settings to a running engine and what its clients need to talk to it, and to its end.
+
+In a notebook, `llm = LLM(...)` in a cell that runs a second time would first start the new engine and only then let go
+of the old one: two models in memory, or none where the old one holds the GPUs. So before an engine starts, those that
+the running cell is about to assign anew are closed.
+"""
 
 from __future__ import annotations
 
+import ast
+import atexit
 import gc
 import logging
 import os
-from collections.abc import Collection, Mapping
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from raypp.api.notebook import close_replaced_engines
 from raypp.api.prepare import RequestPreparer
 from raypp.api.tokenizer import Tokenizer
 from raypp.config.chat_template import read_chat_template
@@ -22,9 +30,96 @@ from raypp.models.registry import resolve_model_path
 from raypp.pictures.fetch import Fetcher
 from raypp.pictures.reader import PictureReader
 from raypp.supervision.supervisor import EngineWatcher, Recovery
+from raypp.types import SamplingParams
 
 if TYPE_CHECKING:
     from raypp.stage.build_stage import StageFactory  # imports torch
+
+
+class ExitHook:
+    """Ends what an owner has open: when called, when the owner is collected, or at exit; once.
+
+    A forked child inherits the hook and the owner, but neither the threads nor the connections behind them: there it
+    does nothing.
+    """
+
+    def __init__(self, owner: object, end: Callable[[], object]) -> None:
+        """Begin to watch the owner.
+
+        Args:
+            owner: Whose end is waited for.
+            end: What to do then. It must not hold the owner.
+        """
+        self._finalizer = weakref.finalize(owner, _end_in_process, os.getpid(), end)
+        self._pid = os.getpid()
+        # Not the finalizer's own exit hook: that one may run after Ray's, with nothing left to talk to.
+        self._finalizer.atexit = False
+        atexit.register(self._finalizer)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a fork of the one that opened it."""
+        return os.getpid() != self._pid
+
+    def __call__(self) -> None:
+        """Do it now. Later calls do nothing."""
+        atexit.unregister(self._finalizer)
+        self._finalizer()
+
+
+def _end_in_process(pid: int, end: Callable[[], object]) -> None:
+    if os.getpid() == pid:
+        end()
+
+
+@runtime_checkable
+class Replaceable(Protocol):
+    """An engine as a notebook holds it."""
+
+    def close_when_replaced(self) -> None:
+        """Close, from any thread, without waiting for an event loop."""
+
+
+def close_replaced_engines() -> None:
+    """Close the engines whose names the running cell assigns. Outside of a notebook there are none."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is None:
+        return
+    cells = shell.history_manager.input_hist_parsed  # magics are Python calls here; the running cell is the last
+    for engine in engines_replaced_by(str(cells[-1]) if cells else "", shell.user_ns):
+        engine.close_when_replaced()
+
+
+def engines_replaced_by(source: str, namespace: Mapping[str, object]) -> list[Replaceable]:
+    """Return the engines that a cell assigns anew.
+
+    Args:
+        source: The cell's.
+        namespace: What its names mean before it runs.
+    """
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # it ran, so this is not Python of the kind that binds names
+        return []
+    found: dict[int, Replaceable] = {}
+    for name in _assigned_names(tree):
+        value = namespace.get(name)
+        if isinstance(value, Replaceable) and not isinstance(value, type):
+            found[id(value)] = value
+    return list(found.values())
+
+
+def _assigned_names(tree: ast.Module) -> Iterable[str]:
+    """Yield the names that the cell itself binds; what its functions and classes bind inside is theirs."""
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        waiting.extend(ast.iter_child_nodes(node))
+
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,7 +128,7 @@ Model = str | os.PathLike[str] | EngineConfig
 
 
 class EngineHandle(Protocol):
-    """A running engine, held by whoever started it."""
+    """A running engine, held by the process that started it."""
 
     @property
     def client_address(self) -> str:
@@ -61,10 +156,10 @@ class EngineHandle(Protocol):
         """Return the Ray actors that encode images; none of a model that reads text alone. Blocks."""
 
     def watch(self, watcher: EngineWatcher) -> None:
-        """Tell somebody, from another thread, what becomes of the engine from now on.
+        """Call a watcher, from another thread, when the engine dies, runs again or is dead for good.
 
-        If it does not run now, that is said before this returns. Who watches first and reads `client_address` then
-        misses nothing.
+        If it does not run now, the watcher is called before this returns. So a caller that watches first and then reads
+        `client_address` misses nothing.
         """
 
     def report_death(self, error: RayppError, client_address: str) -> None:
@@ -132,6 +227,41 @@ class OpenEngine:
         self.handle.restart(config.with_settings(**settings) if settings else config)
 
 
+class EngineOwner:
+    """What `LLM` and `AsyncLLM` say alike of their engine."""
+
+    _engine: OpenEngine
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration as it was given."""
+        return self._engine.config
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Fields of `SamplingParams` that hold where a request says nothing, of the model's generation_config.json."""
+        return self._engine.sampling_defaults
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a request that comes without any; `dataclasses.replace` changes some of them."""
+        return SamplingParams(**self.sampling_defaults)
+
+    def reset_prefix_cache(self) -> None:
+        """Let later requests find nothing in the prefix cache of what earlier ones computed: for measurements.
+
+        Requests that run are not disturbed. What is cached stays in memory until its blocks are needed.
+        """
+        self._engine.preparer.reset_prefix_cache()
+
+    def plan(self) -> dict[str, Any]:
+        """Return layers, bytes and blocks per stage."""
+        return self._engine.handle.plan()
+
+    def processes(self) -> dict[str, Any]:
+        """Return `{"driver": pid, "stages": [pid, ...], "encoders": [...]}`."""
+        return self._engine.handle.processes()
+
+
 @cache
 def freeze_start() -> None:
     """Take what exists now out of the garbage collector's sight, the first time that this process calls it.
@@ -176,7 +306,8 @@ def open_engine(
         if not eos_token_ids and tokenizer is not None:  # the model's own word counts; not all have one
             eos_token_ids = tokenizer.eos_token_ids
             _check_in_vocabulary(eos_token_ids, info)
-        pictures, sampling_defaults = _picture_reader(config, info), info.get("sampling_defaults", {})
+        vision, sampling_defaults = info.get("vision"), info.get("sampling_defaults", {})
+        pictures = None if vision is None else PictureReader(vision, info["max_model_len"], Fetcher(config.images))
         preparer = RequestPreparer(
             tokenizer,
             vocab_size=info["vocab_size"],
@@ -226,12 +357,6 @@ def _check_in_vocabulary(eos_token_ids: Collection[int], info: Mapping[str, Any]
             expected=f"token ids from 0 to {info['vocab_size'] - 1}",
             hint="the tokenizer does not belong to this model, or config.json lacks eos_token_id",
         )
-
-
-def _picture_reader(config: EngineConfig, info: Mapping[str, Any]) -> PictureReader | None:
-    """Return what reads the model's images; None for a model that takes none."""
-    vision = info.get("vision")
-    return None if vision is None else PictureReader(vision, info["max_model_len"], Fetcher(config.images))
 
 
 def _config_of(model: Model, settings: Mapping[str, object]) -> EngineConfig:

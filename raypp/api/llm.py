@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack
 
 from raypp.api.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
-from raypp.api.event_loop_thread import EventLoopThread
-from raypp.api.exit_hook import ExitHook
+from raypp.api.conversation import Rendering, RenderingOptions
 from raypp.api.frontend import Frontend
-from raypp.api.launch import EngineHandle, Launch, Model, launch_on_ray, open_engine
-from raypp.api.per_request import Params, Priority
-from raypp.api.picture_prompts import EncodedPrompt
-from raypp.api.prompt_forms import is_one_prompt
-from raypp.api.rendering import Rendering, RenderingOptions
+from raypp.api.launch import EngineHandle, EngineOwner, ExitHook, Launch, Model, launch_on_ray, open_engine
+from raypp.api.picture_prompts import EncodedPrompt, is_one_prompt
+from raypp.api.prepare import Params, Priority
 from raypp.api.running_request import PreparedRequest
-from raypp.api.timeline import Timeline
-from raypp.api.timeline_reader import read_timeline
+from raypp.api.timeline import Timeline, read_timeline
 from raypp.api.tokenizer import ChatMessage
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import EngineDeadError, RequestError
@@ -29,7 +28,132 @@ if TYPE_CHECKING:
     from raypp.stage.build_stage import StageFactory  # imports torch
 
 
-class LLM:
+T = TypeVar("T")
+
+_LAST_TASKS_TIMEOUT_S = 1.0
+_SIGNALS_S = 0.5  # a signal that comes just before a wait does not end it: this late it is taken notice of
+
+
+class EventLoopThread:
+    """Runs coroutines on its own thread. A daemon, so that a caller who forgets it can still exit."""
+
+    def __init__(self, name: str) -> None:
+        self._loop: asyncio.AbstractEventLoop
+        self._stop: asyncio.Event
+        self._is_closed = False
+        self._lock = threading.RLock()  # between the last coroutine that is begun and the end of the loop
+        started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run(started)), name=name, daemon=True)
+        self._thread.start()
+        started.wait()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop and return its result. What interrupts the caller, Ctrl-C above all, cancels it.
+
+        Raises:
+            EngineDeadError: the thread was closed.
+            Exception: whatever the coroutine raises.
+        """
+        work = _Work(coroutine)
+        try:
+            self._hand_over(work)
+            is_alive = True
+            while not (ended := work.await_end(_SIGNALS_S)):
+                if not is_alive:  # for that long: in a forked process, say
+                    raise _closed()
+                is_alive = self._thread.is_alive()
+        except BaseException:
+            try:
+                self._loop.call_soon_threadsafe(work.cancel)
+            except RuntimeError:  # the loop has ended, and cancelled what was in it
+                coroutine.close()
+            raise
+        if ended.cancelled():
+            raise _closed()
+        return ended.result()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function in the loop and return its result."""
+        if self._is_current():
+            return function()
+
+        async def run() -> T:
+            return function()
+
+        return self.run(run())
+
+    def finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine to its end. In the loop itself it is only begun: a wait there would block the loop."""
+        if self._is_current():
+            _Work(coroutine).begin()  # only the loop holds it, so its first step must be its last
+        else:
+            self.run(coroutine)
+
+    def close(self) -> None:
+        """End the thread, once what was begun has ended; what does not end soon is cancelled."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._loop.call_soon_threadsafe(self._stop.set)
+        if not self._is_current():
+            self._thread.join()
+
+    def _is_current(self) -> bool:
+        """Return whether this is the loop's thread: the garbage collector may bring anybody there."""
+        return threading.current_thread() is self._thread
+
+    def _hand_over(self, work: _Work[T]) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise _closed()
+            self._loop.call_soon_threadsafe(work.begin)
+
+    async def _run(self, started: threading.Event) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        started.set()
+        await self._stop.wait()
+        if last_tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(last_tasks, timeout=_LAST_TASKS_TIMEOUT_S)
+
+
+class _Work(Generic[T]):
+    """A coroutine on its way into the loop, through it, or out of it again.
+
+    Ctrl-C may strike anywhere, also while the coroutine is handed over. So what it is cancelled by is there before, and
+    the caller waits in C: a future of `concurrent.futures` can be left locked, and the loop would wait for it for ever.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._ended: queue.SimpleQueue[asyncio.Task[T]] = queue.SimpleQueue()
+        self._coroutine = coroutine
+        self._task: asyncio.Task[T] | None = None
+
+    def await_end(self, timeout_s: float) -> asyncio.Task[T] | None:
+        """Return its task as soon as it has ended, or None when it does not in time. For the caller."""
+        try:
+            return self._ended.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def begin(self) -> None:
+        """Start it. In the loop."""
+        self._task = asyncio.create_task(self._coroutine)
+        self._task.add_done_callback(self._ended.put)
+
+    def cancel(self) -> None:
+        """Cancel it, whether it has begun or not. In the loop."""
+        if self._task is None:
+            self._coroutine.close()
+        else:
+            self._task.cancel()
+
+
+def _closed() -> EngineDeadError:
+    return EngineDeadError("the engine was closed", hint="start a new engine")
+
+
+class LLM(EngineOwner):
     """A model, ready to generate.
 
         with LLM("tiny", num_stages=2) as llm:
@@ -72,20 +196,6 @@ class LLM:
             raise
         self._thread = thread
         self._end = ExitHook(self, partial(_shut_down, self._frontend, thread, self._engine.handle))
-
-    @property
-    def config(self) -> EngineConfig:
-        """The configuration as it was given."""
-        return self._engine.config
-
-    @property
-    def sampling_defaults(self) -> Mapping[str, Any]:
-        """Fields of `SamplingParams` that hold where a request says nothing, of the model's generation_config.json."""
-        return self._engine.sampling_defaults
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a request that comes without any; `dataclasses.replace` changes some of them."""
-        return SamplingParams(**self.sampling_defaults)
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer, a `PreTrainedTokenizerBase` of transformers. Do not change it.
@@ -152,7 +262,7 @@ class LLM:
             request_ids: Their public ids, to abort them by; made up by default.
             priority: One for all, or one per conversation; smaller is served first, 0 by default.
             use_tqdm: Show a progress bar.
-            **rendering: What the chat template is told besides: fields of `raypp.api.rendering.Rendering`, such as
+            **rendering: Further values for the chat template: fields of `raypp.api.conversation.Rendering`, such as
                 `tools`, `continue_final_message`, or `chat_template_kwargs={"enable_thinking": False}`.
 
         Raises:
@@ -191,13 +301,13 @@ class LLM:
                 param="beam_width",
             )
         prepared = engine.preparer.prompts(listed)
-        for request in prepared:
+        for request in (one.request for one in prepared):
             if request.items is not None:
                 raise RequestError(
                     "beam search takes no images", got="a prompt with images", expected="text", hint="use generate"
                 )
         found = search_beams(
-            [EncodedPrompt(request.prompt_token_ids, cache_salt=request.cache_salt) for request in prepared],
+            [EncodedPrompt(one.request.prompt_token_ids, cache_salt=one.request.cache_salt) for one in prepared],
             params,
             lambda asked, one: self._complete(engine.preparer.prompts(asked, one), use_tqdm=False),
             eos=engine.eos_token_ids,
@@ -223,7 +333,7 @@ class LLM:
             prompt: A prompt as for `generate`, or a conversation: a list of `{"role": ..., "content": ...}`.
             sampling_params: How to sample; None as for `generate`.
             request_id: Its public id; made up by default.
-            **rendering: Of a conversation: what the chat template is told besides, as for `chat`.
+            **rendering: Of a conversation: further values for the chat template, as for `chat`.
 
         Raises:
             RequestError: it cannot be run.
@@ -240,13 +350,6 @@ class LLM:
     def abort(self, request_id: str) -> None:
         """End a request with what it has. An id that is not running is ignored."""
         self._thread.call(lambda: self._frontend.abort([request_id]))
-
-    def reset_prefix_cache(self) -> None:
-        """Let later requests find nothing in the prefix cache of what earlier ones computed: for measurements.
-
-        Requests that run are not disturbed. What is cached stays in memory until its blocks are needed.
-        """
-        self._engine.preparer.reset_prefix_cache()
 
     def stats(self) -> dict[str, Any]:
         """Return the engine's counters, since it was started or started again, and how often that was.
@@ -289,14 +392,6 @@ class LLM:
             EngineDeadError: the engine died for good, or was closed.
         """
         self._engine.restart(config, settings)
-
-    def plan(self) -> dict[str, Any]:
-        """Return layers, bytes and blocks per stage."""
-        return self._engine.handle.plan()
-
-    def processes(self) -> dict[str, Any]:
-        """Return `{"driver": pid, "stages": [pid, ...], "encoders": [...]}`."""
-        return self._engine.handle.processes()
 
     def close(self) -> None:
         """Stop the engine. Requests that still run end with EngineDeadError. Twice, or in a fork, it does nothing."""

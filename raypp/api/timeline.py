@@ -7,19 +7,26 @@ timeline.bubble_fraction       # 0.12
 
 from __future__ import annotations
 
+import asyncio
 import io
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+import numpy as np
+
+from raypp.api.frontend import Frontend
 from raypp.errors import ConfigError, install
 from raypp.messages import StepForm
 from raypp.models.sizes import WeightReads
+from raypp.plan.hardware import Hardware
 from raypp.scheduler.step_predictor import StepWork
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
 
 _PAUSE_US = 50_000
 """All stages idle for this long: nothing was asked of the engine, and a new burst begins."""
@@ -45,7 +52,7 @@ class Forward(NamedTuple):
     form: int = StepForm.EAGER
     work: StepWork = StepWork()
     predicted_us: int = 0
-    """How long it was expected to take; 0 where nobody said."""
+    """How long it was expected to take; 0 where that was not predicted."""
 
     @classmethod
     def of_span(cls, span: Sequence[Any]) -> Self:
@@ -235,3 +242,107 @@ def _new_axes(num_stages: int) -> Axes:
     figure = Figure(figsize=(_WIDTH_INCHES, 0.9 + _LANE_INCHES * num_stages))
     axes: Axes = figure.add_subplot()
     return axes
+
+
+_GPU_BYTES_PER_S = (  # data sheets; the first name that a GPU's own contains
+    ("B200", 8.0e12),
+    ("GH200", 4.9e12),
+    ("H200", 4.8e12),
+    ("H100 PCIe", 2.0e12),
+    ("H100", 3.35e12),
+    ("A100", 2.0e12),
+    ("L40S", 0.864e12),
+    ("A10G", 0.6e12),
+    ("L4", 0.3e12),
+    ("T4", 0.32e12),
+)
+_MAX_BUFFER_BYTES = 256 << 20
+_NUM_TRIALS = 5
+
+
+def gpu_memory_speed(name: str) -> MemorySpeed | None:
+    """Return the data sheet's figure for a GPU, None for one that is not listed."""
+    for part, bytes_per_s in _GPU_BYTES_PER_S:
+        if part in name:
+            return MemorySpeed(bytes_per_s, f"the data sheet of {part}")
+    return None
+
+
+def measure_cpu_memory_speed(num_bytes: int) -> MemorySpeed:
+    """Measure how fast one thread reads as many bytes as a stage's weights have; small ones stay in the cache.
+
+    Args:
+        num_bytes: Of a stage's weights. More than 256 MiB says nothing new.
+    """
+    buffer = np.ones(max(1, min(num_bytes, _MAX_BUFFER_BYTES) // 8), np.int64)
+    best_s = float("inf")
+    for _ in range(_NUM_TRIALS):
+        started = time.perf_counter()
+        buffer.max()
+        best_s = min(best_s, time.perf_counter() - started)
+    return MemorySpeed(buffer.nbytes / best_s, f"measured on one thread over {buffer.nbytes / 1e6:.0f} MB")
+
+
+_REPORTS_TIMEOUT_S = 2.0
+_REPORTS_POLL_S = 0.02
+
+
+async def read_timeline(
+    frontend: Frontend, plan: Mapping[str, Any], *, last_s: float | None, timeout_s: float
+) -> Timeline:
+    """Return the last burst of work; see `Timeline.of_last_burst`.
+
+    Args:
+        frontend: Of the engine.
+        plan: The engine's, as `LLM.plan` returns it.
+        last_s: Keep at most this many seconds of it.
+        timeout_s: For the driver to answer.
+
+    Raises:
+        ConfigError: the engine has not worked since it was started, or is being started again.
+        DeadlineError: no answer in time.
+        EngineDeadError: the engine died.
+    """
+    await _wait_for_reports(frontend, timeout_s)
+    stats = await _engine_stats(frontend, timeout_s, spans_after_us=0)
+    step_reads = [
+        WeightReads(stage["step_weight_bytes"], stage.get("expert_bytes", 0), stage.get("chosen_expert_share", 1.0))
+        for stage in plan["stages"]
+    ]
+    return Timeline.of_last_burst(
+        [Forward.of_span(span) for span in stats["spans"]],
+        step_reads=step_reads,
+        memory_speed=await asyncio.to_thread(
+            _memory_speed, str(plan["device"]), max(reads.total for reads in step_reads)
+        ),
+        last_s=last_s,
+    )
+
+
+async def _wait_for_reports(frontend: Frontend, timeout_s: float) -> None:
+    """Wait until the stages have reported all steps there are: they do so now and then, not after each."""
+    loop = asyncio.get_running_loop()
+    ends = loop.time() + _REPORTS_TIMEOUT_S
+    wanted = (await _engine_stats(frontend, timeout_s))["num_steps"]
+    while loop.time() < ends:
+        stages = (await _engine_stats(frontend, timeout_s))["stages"]
+        if all(stage["num_steps"] >= wanted for stage in stages):
+            return
+        await asyncio.sleep(_REPORTS_POLL_S)
+
+
+async def _engine_stats(frontend: Frontend, timeout_s: float, spans_after_us: int | None = None) -> dict[str, Any]:
+    stats = await frontend.stats(timeout_s, spans_after_us)
+    if stats["is_recovering"]:
+        raise ConfigError(
+            "there is no timeline while the engine is started again",
+            expected="an engine that has worked since its start",
+            hint="ask again when requests have run",
+        )
+    return stats
+
+
+def _memory_speed(device: str, num_bytes: int) -> MemorySpeed | None:
+    if device == "cpu":
+        return measure_cpu_memory_speed(num_bytes)
+    return gpu_memory_speed(Hardware.of_this_machine().gpu_name)

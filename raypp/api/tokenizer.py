@@ -1,23 +1,101 @@
-"""Text to token ids and back, by the tokenizer that lies beside the model."""
+"""Text to token ids and back, by the tokenizer that lies beside the model.
+
+`AutoTokenizer` knows for every model there is which class of transformers reads it. To know, it imports much of
+transformers and of torch: 180 MB and a second that a client, which computes nothing, has no use for. So the classes of
+the families that raypp runs are imported by themselves; every other model is left to `AutoTokenizer`. They would still
+import torch, for one function that reads GGUF files, of which `tokenizer.json` is none: it is imported when it is
+called.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache, cached_property, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from jinja2.exceptions import TemplateError
 
-from raypp.api.context_length import context_length_error
-from raypp.api.detokenizer import Detokenizer
-from raypp.api.rendering import PLAIN_RENDERING, Rendering
-from raypp.api.tokenizer_class import tokenizer_class
+from raypp.api.conversation import PLAIN_RENDERING, Rendering
+from raypp.api.request_text import Detokenizer
 from raypp.errors import ConfigError, ContextLengthError, ModelLoadError, RequestError
 from raypp.messages import Int32s
+
+_OWN_CLASSES = {
+    "TokenizersBackend": "PreTrainedTokenizerFast",
+    "PreTrainedTokenizerFast": "PreTrainedTokenizerFast",
+    "Qwen2Tokenizer": "Qwen2Tokenizer",
+    "Qwen2TokenizerFast": "Qwen2Tokenizer",
+}
+"""The name in tokenizer_config.json, and the name in transformers."""
+
+_GGUF_MODULE = "transformers.modeling_gguf_pytorch_utils"  # imports torch
+_READS_TOKENIZERS = "transformers.tokenization_utils_tokenizers"  # takes `load_gguf_checkpoint` from it
+
+
+def tokenizer_class(model_path: str | Path) -> Any:
+    """Return a class whose `from_pretrained` reads the tokenizer in a directory."""
+    import transformers
+
+    name = _class_name(Path(model_path))
+    if name not in _OWN_CLASSES.values():
+        return getattr(transformers, name)
+    with _gguf_imported_when_called():
+        return getattr(transformers, name)
+
+
+def _class_name(folder: Path) -> str:
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # AutoTokenizer says what is wrong with it
+        return "AutoTokenizer"
+    named = config.get("tokenizer_class") if isinstance(config, dict) else None
+    if named is None or "auto_map" in config or not (folder / "tokenizer.json").is_file():
+        return "AutoTokenizer"
+    return _OWN_CLASSES.get(str(named), "AutoTokenizer")
+
+
+class _StandIn(ModuleType):
+    """Stands for the module of GGUF files while others take names from it."""
+
+    def load_gguf_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function of this name, and import its module now."""
+        return self._real().load_gguf_checkpoint(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python's own questions about a module
+            raise AttributeError(name)
+        return getattr(self._real(), name)
+
+    def _real(self) -> Any:
+        if sys.modules.get(_GGUF_MODULE) is self:
+            del sys.modules[_GGUF_MODULE]
+        return importlib.import_module(_GGUF_MODULE)
+
+
+@contextmanager
+def _gguf_imported_when_called() -> Iterator[None]:
+    """Have what reads tokenizers imported without torch, unless torch is there already."""
+    if "torch" in sys.modules or _GGUF_MODULE in sys.modules:
+        yield
+        return
+    stand_in = _StandIn(_GGUF_MODULE)
+    sys.modules[_GGUF_MODULE] = stand_in
+    try:
+        with suppress(ModuleNotFoundError):  # another version of transformers
+            importlib.import_module(_READS_TOKENIZERS)
+        yield
+    finally:
+        if sys.modules.get(_GGUF_MODULE) is stand_in:
+            del sys.modules[_GGUF_MODULE]
+
 
 _TEXTS_AT_ONCE = 256
 """Enough for every core. A list of integers takes nine times the memory of an array: few are held at a time."""
@@ -160,7 +238,7 @@ class Tokenizer:
 
         Args:
             messages: The conversation so far.
-            rendering: What the template is told besides.
+            rendering: Further values for the template.
 
         Raises:
             RequestError: there is no chat template, or the template refuses the messages.
@@ -343,3 +421,61 @@ def _check_unicode(text: str) -> None:
             expected="text without lone surrogates",
             hint='text.encode(errors="replace").decode() leaves them out',
         ) from error
+
+
+def check_context_length(
+    num_tokens: int, max_model_len: int, *, request_id: str | None = None, param: str | None = None
+) -> None:
+    """Accept a prompt that leaves room for one output token.
+
+    Args:
+        num_tokens: Of the prompt.
+        max_model_len: The most tokens of a request, prompt and output together.
+        request_id: Whose prompt it is.
+        param: The field of the request's body that holds the prompt.
+
+    Raises:
+        ContextLengthError: it leaves none.
+    """
+    if num_tokens < max_model_len:
+        return
+    raise context_length_error(
+        "the prompt leaves no room for a single output token",
+        max_model_len,
+        got=f"{num_tokens} tokens",
+        expected=f"at most max_model_len - 1 = {max_model_len - 1}",
+        hint="shorten the prompt or raise max_model_len",
+        request_id=request_id,
+        param=param,
+    )
+
+
+def context_length_error(
+    what: str,
+    max_model_len: int,
+    *,
+    got: str,
+    expected: str,
+    hint: str,
+    request_id: str | None = None,
+    param: str | None = None,
+) -> ContextLengthError:
+    """Return the error. Clients look for its first words, and then shorten the conversation or take another model.
+
+    Args:
+        what: What is wrong.
+        max_model_len: The most tokens of a request, prompt and output together.
+        got: How long it is.
+        expected: How long it may be.
+        hint: What to do.
+        request_id: Whose request it is.
+        param: The field of the request's body at fault.
+    """
+    return ContextLengthError(
+        f"This model's maximum context length is {max_model_len} tokens: {what}",
+        got=got,
+        expected=expected,
+        hint=hint,
+        request_id=request_id,
+        param=param,
+    )

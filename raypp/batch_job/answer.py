@@ -18,8 +18,7 @@ from raypp.errors import EncoderDiedError, NonFiniteLogitsError, QueueFullError,
 from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.error_bodies import ErrorObject, ErrorResponse, describe_error, model_not_found
-from raypp.openai_api.from_outputs import ResponseHead, usage_of
-from raypp.openai_api.prepared import Prepared
+from raypp.openai_api.from_outputs import Prepared, ResponseHead, usage_of
 from raypp.openai_api.request_fields import OpenAIModel, naming_form
 from raypp.openai_api.response_answer import PreparedResponse
 from raypp.openai_api.response_request import ResponseRequest

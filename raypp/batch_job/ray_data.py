@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from raypp.api.launch import Launch, launch_on_ray
 from raypp.api.llm import LLM
-from raypp.api.prompt_forms import PROMPT_FORMS
+from raypp.api.picture_prompts import PROMPT_FORMS
 from raypp.errors import ConfigError, EngineDeadError, RayppError, RequestError
 from raypp.types import RequestOutput, SamplingParams
 

@@ -14,7 +14,7 @@ from raypp.driver.grammars import Grammars
 from raypp.driver.item_encoders import ItemEncoders, ItemFailed, ItemsDropped, ItemsStored
 from raypp.errors import NonFiniteLogitsError, RayppError, RequestError
 from raypp.messages import MaskUpdate, StepPlan, StepResult
-from raypp.scheduler.request import Request, RequestUpdate
+from raypp.request import Request, RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
 from raypp.scheduler.scheduler_stats import SchedulerStats
 from raypp.tracing import Tracer, now_ns

@@ -33,7 +33,7 @@ from raypp.grammar.grammar_threads import (
 )
 from raypp.grammar.text_grammar import TextGrammar
 from raypp.messages import NO_INT32S, NO_STEP, Int32s, MaskUpdate
-from raypp.scheduler.request import Request, RequestUpdate
+from raypp.request import Request, RequestUpdate
 from raypp.structured_outputs import source_of
 
 _MAX_KEPT_BYTES = 512 << 20

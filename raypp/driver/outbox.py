@@ -1,7 +1,7 @@
-"""Gathers what clients are to be told, and sends it when it matters: waking a client costs as much as a plan.
+"""Gathers the outputs of clients, and sends them when it matters: waking a client costs as much as a plan.
 
 A client hears at once of a request's first tokens, of its end, and of every token that it streams or searches for stop
-strings; and then of everything else that has come. What nobody waits for is held for a moment.
+strings; and then of everything else that has come. Tokens that no client waits for are held for a moment.
 
 Tokens and the reason of an end are those of the updates. Counters are read from the request when they are sent: they
 only grow.
@@ -12,13 +12,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raypp.driver.joined_logprobs import pack_logprobs
-from raypp.messages import OutputBatch
-from raypp.scheduler.request import LogprobRows, Request, RequestUpdate
+from raypp.messages import NO_BYTES, Bytes, OutputBatch, OutputLogprobs, TokenLogprobs, pack_inside
+from raypp.request import LogprobRows, Request, RequestUpdate
 from raypp.types import FinishReason
 
 HOLD_S = 0.05
@@ -51,7 +51,7 @@ class Outbox:
 
         Args:
             send: Takes a client and its message.
-            hold_s: How long what nobody waits for may be held, seconds.
+            hold_s: How long tokens that no client waits for may be held, seconds.
         """
         self._send = send
         self._hold_s = hold_s
@@ -121,3 +121,58 @@ def _table(rows: Sequence[list[int] | None]) -> NDArray[np.int32]:
         if row is not None:
             table[index] = row
     return table
+
+
+_NOTHING = TokenLogprobs(np.empty((0, 1), np.int32), np.empty((0, 1), np.float32), np.empty(0, np.int32))
+
+
+def pack_logprobs(output: Sequence[Sequence[LogprobRows]], prompt: Sequence[Sequence[LogprobRows]]) -> Bytes:
+    """Return a packed `OutputLogprobs`; nothing when no request has any.
+
+    Args:
+        output: Per request, of its new tokens: what several steps brought, in order.
+        prompt: Per request, of its next prompt tokens, likewise.
+    """
+    if not any(output) and not any(prompt):
+        return NO_BYTES
+    columns = _joined(output)._asdict()
+    prompt_columns = {f"prompt_{name}": column for name, column in _joined(prompt)._asdict().items()}
+    return pack_inside(
+        OutputLogprobs(
+            counts=_int32s([sum(rows.end - rows.start for rows in of_request) for of_request in output]),
+            widths=_int32s([of_request[0].width if of_request else 0 for of_request in output]),
+            prompt_counts=_int32s([sum(rows.end - rows.start for rows in of_request) for of_request in prompt]),
+            prompt_widths=_int32s([of_request[0].width if of_request else 0 for of_request in prompt]),
+            **columns,
+            **prompt_columns,
+        )
+    )
+
+
+def _joined(requests: Sequence[Sequence[LogprobRows]]) -> TokenLogprobs:
+    """Return the rows of all requests, one after the other: of all steps' columns, a few are taken at once."""
+    steps: dict[int, TokenLogprobs] = {}
+    firsts: dict[int, int] = {}
+    indices: list[int] = []
+    num_rows = 0
+    for of_request in requests:
+        for of_step, start, end, _ in of_request:
+            key = id(of_step)
+            if key not in firsts:
+                steps[key], firsts[key] = of_step, num_rows
+                num_rows += len(of_step.ranks)
+            first = firsts[key]
+            indices.extend(range(first + start, first + end))
+    if not steps:
+        return _NOTHING
+    width = max(of_step.token_ids.shape[1] for of_step in steps.values())
+    return TokenLogprobs(*(_stacked(column, width)[indices] for column in zip(*steps.values(), strict=True)))
+
+
+def _stacked(columns: Sequence[NDArray[Any]], width: int) -> NDArray[Any]:
+    """Return columns of several steps below each other; steps with fewer of the most likely tokens are filled up."""
+    if len(columns) == 1:
+        return columns[0]
+    return np.concatenate(
+        [column if column.ndim == 1 else np.pad(column, ((0, 0), (0, width - column.shape[1]))) for column in columns]
+    )

@@ -4,7 +4,7 @@ One thread owns every socket. Other threads reach it only through `stop` and `fa
 
 One turn of the loop does a bounded part of what clients ask for: a message may hold many requests, and the steps of
 those that run must not wait for it. The rest of a message is done in the next turns, before the next message. While no
-step is in flight nobody waits, and a message is taken in as a whole.
+step is in flight nothing waits, and a message is taken in as a whole.
 
 A client that vanishes without a word is noticed by zmq, whose ROUTER then refuses what is sent to it: at the next
 output, or at the next heartbeat. Its requests are aborted.
@@ -18,14 +18,15 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import zmq
 
 from raypp.client_messages import (
     AbortRequests,
-    AddRequest,
     AddRequests,
     Alive,
     ClientMessage,
@@ -41,12 +42,105 @@ from raypp.client_messages import (
 )
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine_loop import DraftLog, Engine
-from raypp.driver.open_requests import OpenRequests
 from raypp.driver.outbox import Outbox
 from raypp.driver.stage_health import BLAME_S, FailureReports, StageHealth, Witness
 from raypp.errors import QueueFullError, RayppError, RequestError
-from raypp.scheduler.request import Request, RequestUpdate
+from raypp.prompt_items import EncoderItem
+from raypp.request import Request, RequestUpdate
+from raypp.request_memory import RequestMemory
 from raypp.types import FinishReason
+
+_SMALL_ARRAY_BYTES = 1 << 14
+"""A smaller array is copied from its message: it may be a corner of a buffer of zmq, and would keep that in memory."""
+
+
+class OpenRequests:
+    """The unfinished requests of all clients, by client and id, and a limit to the memory that they take.
+
+    Pixels stay until the request ends, for it may be preempted, and its images then be encoded once more. An image that
+    several requests bring is kept once. A request that an engine before this one has begun was admitted there: it is
+    counted, and not refused because others were here first. Output tokens are not counted: only requests that have had
+    a row have any.
+
+    Args:
+        max_bytes: What prompts and requests may take; see `RequestMemory`.
+        max_pixel_bytes: What their images may.
+    """
+
+    def __init__(self, *, max_bytes: int, max_pixel_bytes: int) -> None:
+        self._memory = RequestMemory(max_bytes=max_bytes, max_pixel_bytes=max_pixel_bytes)
+        self._of_client: dict[bytes, dict[str, Request]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """That unfinished requests take, without pixels."""
+        return self._memory.num_bytes
+
+    @property
+    def num_pixel_bytes(self) -> int:
+        """Of the images of unfinished requests."""
+        return self._memory.num_pixel_bytes
+
+    @property
+    def clients(self) -> Iterable[bytes]:
+        """The clients that are there."""
+        return self._of_client
+
+    def __contains__(self, client: bytes) -> bool:
+        return client in self._of_client
+
+    def open_client(self, client: bytes) -> None:
+        """Take in a client; one that is known stays as it is."""
+        self._of_client.setdefault(client, {})
+
+    def close_client(self, client: bytes) -> list[Request]:
+        """Forget a client; return its requests, which count until they are removed."""
+        return list(self._of_client.pop(client, {}).values())
+
+    def find(self, client: bytes, request_id: str) -> Request | None:
+        """Return a client's unfinished request; None if there is none of this id."""
+        return self._of_client.get(client, {}).get(request_id)
+
+    def admit(self, request: Request) -> None:
+        """Count a new request. Its images become those that are kept already, where they are the same.
+
+        Raises:
+            QueueFullError: there is no room for it now, and no engine has begun it.
+            RequestError: there never is, or the client has an unfinished one of the same id.
+        """
+        if self.find(request.client, request.request_id) is not None:
+            raise RequestError(
+                "a request with this id is unfinished",
+                request_id=request.request_id,
+                got=request.request_id,
+                expected="an id of its own",
+            )
+        if request.items is not None:
+            request.items = replace(request.items, items=tuple(map(_without_buffer, request.items.items)))
+        request.items = self._memory.add(request, request, is_new=not request.num_earlier_tokens)
+        self._of_client.setdefault(request.client, {})[request.request_id] = request
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that has ended; one that was forgotten already is ignored."""
+        if self._memory.remove(request):
+            of_client = self._of_client.get(request.client, {})
+            if of_client.get(request.request_id) is request:
+                del of_client[request.request_id]
+
+
+def _without_buffer(item: EncoderItem) -> EncoderItem:
+    if item.patches.nbytes >= _SMALL_ARRAY_BYTES:
+        return item
+    return replace(item, patches=np.array(item.patches))
+
+
+_LOG = logging.getLogger(__name__)
+_INTERVAL_S = 10.0
+
+
+def _since(before: list[int], now: list[int], place: int) -> int:
+    return now[place] - (before[place] if before else 0)
+
 
 _COST_PER_TURN = 12.0
 """What one turn does for clients while steps are in flight: 1 for a message, for a request that comes, for one that is
@@ -110,7 +204,7 @@ class DriverServer:
             health: What the pipeline hears of the stages.
             failures: What the pipeline, and others through `fail`, report.
             requests: Keeps the unfinished ones; empty.
-            heartbeat_s: How often stages and clients are told that the driver lives.
+            heartbeat_s: How often stages and clients get a heartbeat.
             on_connected: Called when a client has connected.
         """
         self._engine = engine
@@ -125,7 +219,6 @@ class DriverServer:
         self._requests = requests
         self._work: deque[Iterator[float]] = deque()  # begun for clients; each yields what its last piece has cost
         self._aborted: list[RequestUpdate] = []  # what clients are still to be told
-        self._eos_token_ids: dict[tuple[int, ...], frozenset[int]] = {}  # mostly one: a set for each request is large
         self._gone: set[bytes] = set()  # clients to be forgotten
         self._wakeup_out, self._wakeup_in = socket.socketpair()
         self._wakeup_in.setblocking(False)
@@ -200,7 +293,8 @@ class DriverServer:
             raise error
         if time.monotonic() >= self._next_heartbeat_s:
             self._pipeline.send_heartbeat()
-            self._tell_all(Alive())
+            for client in list(self._requests.clients):
+                self._send(client, Alive())
             self._next_heartbeat_s = time.monotonic() + self._heartbeat_s
             self._draft_log.note(self._engine.stats(), time.monotonic())
 
@@ -251,34 +345,18 @@ class DriverServer:
             case CloseClient():
                 yield from self._abort_all(self._close(client))
 
-    def _add(self, client: bytes, added: AddRequest) -> None:
-        eos_token_ids = self._eos_token_ids.setdefault(added.eos_token_ids, frozenset(added.eos_token_ids))
-        request = Request(
-            request_id=added.request_id,
-            prompt_token_ids=added.prompt_token_ids,
-            params=added.params,
-            seed=added.seed,
-            eos_token_ids=eos_token_ids,
-            bad_word_token_ids=added.bad_word_token_ids,
-            priority=added.priority,
-            goes_first=added.goes_first,
-            items=added.items,
-            cache_salt=added.cache_salt,
-            client=client,
-            handle=added.handle,
-            is_streamed=added.is_streamed,
-            output_token_ids=added.output_token_ids.tolist(),
-        )
+    def _add(self, client: bytes, request: Request) -> None:
+        request.client = client
         try:
             self._requests.admit(request)
         except (QueueFullError, RequestError) as error:
-            self._send(client, Rejected(added.handle, error))
+            self._send(client, Rejected(request.handle, error))
             return
         try:
             self._engine.add(request)
         except RequestError as error:
             self._requests.remove(request)
-            self._send(client, Rejected(added.handle, error))
+            self._send(client, Rejected(request.handle, error))
 
     def _send_outputs(self) -> None:
         aborted, self._aborted = self._aborted, []
@@ -339,10 +417,6 @@ class DriverServer:
             in_flight.setdefault(request.client, []).append(request.handle)
         for client in list(self._requests.clients):
             self._send(client, EngineDead(error, in_flight.get(client, [])))
-
-    def _tell_all(self, message: DriverMessage) -> None:
-        for client in list(self._requests.clients):
-            self._send(client, message)
 
     def _send(self, client: bytes, message: DriverMessage) -> None:
         try:

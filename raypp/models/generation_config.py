@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from raypp.errors import RequestError
 from raypp.models.config_fields import read_json
-from raypp.types import SamplingParams
+from raypp.sampling_params import PARAMETERS, SamplingParams
 
 GENERATION_CONFIG = "generation_config.json"
 _LOG = logging.getLogger(__name__)
-_PARAM_OF_FIELD: Mapping[str, str] = MappingProxyType(
-    {
-        "temperature": "temperature",
-        "top_p": "top_p",
-        "top_k": "top_k",
-        "min_p": "min_p",
-        "repetition_penalty": "repetition_penalty",
-        "max_new_tokens": "max_tokens",
-    }
-)
+_PARAM_OF_FIELD = {parameter.recommended_as: name for name, parameter in PARAMETERS.items() if parameter.recommended_as}
 """The fields that count, those that count for vllm, and their names in `SamplingParams`."""
 
 

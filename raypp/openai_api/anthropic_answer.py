@@ -14,9 +14,8 @@ from pydantic import Field
 
 from raypp.api.conversation import shown_arguments, unread_arguments
 from raypp.openai_api.error_bodies import ErrorResponse
-from raypp.openai_api.from_outputs import ResponseHead, reason_of, usage_of
+from raypp.openai_api.from_outputs import ResponseHead, RetoldChat, reason_of, usage_of
 from raypp.openai_api.message_parser import CallDelta, MessageDelta, MessageParser
-from raypp.openai_api.prepared import RetoldChat
 from raypp.openai_api.request_fields import OpenAIModel
 from raypp.types import RequestOutput
 

@@ -12,22 +12,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from raypp.api.context_length import check_context_length
 from raypp.api.picture_prompts import EncodedPrompt, PicturePrompts
-from raypp.api.tokenizer import ChatMessage, Tokenizer
+from raypp.api.tokenizer import ChatMessage, Tokenizer, check_context_length
 from raypp.errors import RequestError, page
 from raypp.messages import Int32s
 from raypp.openai_api.anthropic_answer import PreparedMessage
 from raypp.openai_api.anthropic_request import MessagesFields, MessagesRequest
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
-from raypp.openai_api.logprob_answers import TokenNames
-from raypp.openai_api.prepared import Prepared, PreparedChat, PreparedCompletion
+from raypp.openai_api.from_outputs import Prepared, PreparedChat, PreparedCompletion, TokenNames
 from raypp.openai_api.request_fields import NO_DEFAULTS, BodyModel
 from raypp.openai_api.response_answer import PreparedResponse
 from raypp.openai_api.response_request import ResponseRequest
+from raypp.openai_api.syntax import begun_in, num_thought_tokens
 from raypp.openai_api.syntaxes import message_syntax
-from raypp.openai_api.thoughts import begun_in, num_thought_tokens
 from raypp.pictures.content import has_pictures
 from raypp.pictures.reader import PictureReader
 
@@ -104,7 +102,7 @@ class BodyPreparer:
             check_tokens: Called with the number of prompts and of their tokens so far; raises when they are too many.
 
         Raises:
-            RequestError: it cannot be run. What only the engine can tell is told when it is run.
+            RequestError: it cannot be run. What only the engine knows comes when it is run.
         """
         self._warn_of_ignored(request)
         if isinstance(request, ChatRequest):
@@ -142,7 +140,7 @@ class BodyPreparer:
     ) -> list[Int32s]:
         """Return the token ids of each text, int32 [T].
 
-        Many are tokenized a slice at a time: nobody waits for all of them.
+        Many are tokenized a slice at a time: other requests wait for a slice at most.
 
         Args:
             texts: What to tokenize.
@@ -177,7 +175,7 @@ class BodyPreparer:
         """Return what a body of `/v1/responses` becomes: the chat that it asks for, prepared.
 
         Raises:
-            RequestError: it cannot be run. What only the engine can tell is told when it is run.
+            RequestError: it cannot be run. What only the engine knows comes when it is run.
         """
         self._warn_of_ignored(request)
         chat = await _beside_if_long(len(request.input), request.chat)  # items, or characters of a single text
@@ -188,7 +186,7 @@ class BodyPreparer:
         """Return what a body of `/v1/messages` becomes: likewise.
 
         Raises:
-            RequestError: it cannot be run. What only the engine can tell is told when it is run.
+            RequestError: it cannot be run. What only the engine knows comes when it is run.
         """
         self._warn_of_ignored(request)
         chat = await _beside_if_long(len(request.messages), request.chat)

@@ -10,15 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from raypp.errors import RequestError
 from raypp.openai_api.foreign_fields import OF_ALL, ForeignField
-from raypp.request_limits import MAX_BIASED_TOKENS, MAX_CACHE_SALT_CHARS
-from raypp.types import SamplingParams
+from raypp.sampling_params import (
+    MAX_BIASED_TOKENS,
+    MAX_CACHE_SALT_CHARS,
+    MAX_NUMBER,
+    PARAMETERS,
+    Parameter,
+    SamplingParams,
+)
 
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 """For a model whose generation_config.json says nothing of sampling."""
@@ -35,8 +41,8 @@ IGNORED = frozenset(
     }
 )
 """Fields that are taken and have no effect: clients send them as a matter of course. A warning in the log says so."""
-_INT64 = 2**63
-_MAX_TOP_LOGPROBS = 20
+_LARGE = 2**53
+"""pydantic's words for `le` round a limit that no float holds; those for `lt` are our own."""
 _NO_CONTROLS = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"  # a line feed would forge a line of a log
 PATTERNS_IN_WORDS: Mapping[str, str] = MappingProxyType(
     {_NO_CONTROLS: "text without line breaks and other control characters"}
@@ -112,6 +118,17 @@ Entries = Annotated[list[T], Field(fail_fast=True)]
 """A list of a request. The first entry that is wrong ends its check: there may be millions of them."""
 
 
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_whole)]
+"""20.0 is one, too: to JSON, and to clients whose language has one kind of numbers, it is the same as 20."""
+
+
+_HTTP_PARAMETERS = {name: parameter for name, parameter in PARAMETERS.items() if parameter.http is not None}
+
+
 def _few(biases: Any) -> Any:
     if isinstance(biases, dict) and len(biases) > MAX_BIASED_TOKENS:
         context = {"got": f"{len(biases):,} entries"}
@@ -119,12 +136,51 @@ def _few(biases: Any) -> Any:
     return biases
 
 
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _field_type(name: str, parameter: Parameter) -> Any:
+    """Return the type of a sampling parameter's field, in which JSON's null is none."""
+    low = parameter.low if parameter.http_low is None else parameter.http_low
+    high = parameter.high if parameter.http_high is None else parameter.http_high
+    bounds: dict[str, Any] = {"gt" if parameter.is_above else "ge": low}
+    bounds |= {"lt": high + 1} if isinstance(high, int) and high >= _LARGE else {"le": high}
+    in_range = Field(**{bound: value for bound, value in bounds.items() if abs(value) < MAX_NUMBER})
+    text = Annotated[str, Field(min_length=1)]
+    match parameter.kind:
+        case "integer":
+            return Annotated[Integer, in_range] | None
+        case "number":
+            return Annotated[float, in_range] | None
+        case "flag":
+            return bool | None
+        case "token ids":
+            return Entries[Annotated[Integer, Field(ge=0)]] | None
+        case "biases":
+            return Annotated[dict[str, Annotated[float, in_range]] | None, BeforeValidator(_few)]
+    return text | Entries[text] | None if name == "stop" else Entries[text] | None
 
 
-Integer = Annotated[int, BeforeValidator(_whole)]
-"""20.0 is one, too: to JSON, and to clients whose language has one kind of numbers, it is the same as 20."""
+def _sampling_fields(routes: str) -> dict[str, Any]:
+    return {
+        name: (_field_type(name, parameter), Field(default=None, description=parameter.http))
+        for name, parameter in _HTTP_PARAMETERS.items()
+        if parameter.http_routes == routes
+    }
+
+
+if TYPE_CHECKING:
+
+    class _SamplingFields(BodyModel):
+        seed: int | None = None
+
+    class _CompletionSamplingFields(BodyModel):
+        n: int | None = None
+        max_tokens: int | None = None
+        prompt_logprobs: int | None = None
+
+else:
+    _SamplingFields = create_model("_SamplingFields", __base__=BodyModel, **_sampling_fields("all"))
+    _CompletionSamplingFields = create_model(
+        "_CompletionSamplingFields", __base__=BodyModel, **_sampling_fields("completions")
+    )
 
 
 class StreamOptions(RequestModel):
@@ -164,51 +220,14 @@ class StructuredOutputsFields(RequestModel):
         return values
 
 
-class RequestFields(BodyModel):
+class RequestFields(_SamplingFields):
     """The fields of every route that generates."""
 
     model: str | None = Field(default=None, min_length=1)
     """The name of the served model; by default the one there is."""
 
-    # How to sample, OpenAI's part.
-    temperature: float | None = Field(default=None, ge=0)
-    """Divides the logits; 0 is greedy, 1 the default."""
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    """Keep the smallest set of tokens whose probabilities sum to at least this."""
-    stop: Annotated[str, Field(min_length=1)] | Entries[Annotated[str, Field(min_length=1)]] | None = None
-    """The text ends before the first of these."""
-    seed: Integer | None = Field(default=None, ge=-_INT64, lt=_INT64)
-    """The same request with the same seed has the same text."""
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    """Lowers (if negative, raises) the logits of tokens that were generated."""
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    """The same, times how often they were."""
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_few)] = None
-    """Token id (as text, since JSON has no other keys) to what is added to its logit."""
     stream: bool | None = None
     """Send the text as it comes."""
-
-    # How to sample, vLLM's part.
-    top_k: Integer | None = Field(default=None, ge=-1)
-    """Keep the k most likely tokens; 0 or -1 keeps all."""
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    """Keep tokens at least this fraction as likely as the most likely one."""
-    repetition_penalty: float | None = Field(default=None, gt=0)
-    """Divides (if negative, multiplies) the logits of tokens in the prompt or in the text."""
-    min_tokens: Integer | None = Field(default=None, ge=0)
-    """Do not end before this many tokens."""
-    stop_token_ids: Entries[Annotated[Integer, Field(ge=0)]] | None = None
-    """The text ends with the first of these tokens."""
-    ignore_eos: bool | None = None
-    """Go on past the model's end of text."""
-    allowed_token_ids: Entries[Annotated[Integer, Field(ge=0)]] | None = None
-    """Generate no others."""
-    bad_words: Entries[Annotated[str, Field(min_length=1)]] | None = None
-    """Never generate these."""
-    skip_special_tokens: bool | None = None
-    """Leave special tokens out of the text; the default."""
-    include_stop_str_in_output: bool | None = None
-    """Let the text end behind the stop string, not before it."""
     structured_outputs: StructuredOutputsFields | None = None
     """What the text has to be, all of it (vLLM)."""
     guided_json: dict[str, Any] | str | None = None
@@ -305,7 +324,7 @@ class RequestFields(BodyModel):
 
     def given_params(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sampling parameters that the body names, by the engine's names, and defaults for the others."""
-        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name, None)) is not None}
+        given = {name: value for name in _HTTP_PARAMETERS if (value := getattr(self, name, None)) is not None}
         given = {**defaults, **given}
         if constraint := self.constraint():
             given["structured_outputs"] = constraint
@@ -317,21 +336,15 @@ class RequestFields(BodyModel):
         return 1
 
 
-class CompletionFields(RequestFields):
+class CompletionFields(RequestFields, _CompletionSamplingFields):
     """The further fields of chat and of plain completions."""
 
     return_token_ids: bool | None = None
     """Return `token_ids` with each choice, and `prompt_token_ids`."""
     return_tokens_as_token_ids: bool | None = None
     """Name tokens of log-probabilities by their numbers, as `token_id:17`; their `bytes` stay (vLLM)."""
-    max_tokens: Integer | None = Field(default=None, ge=1)
-    """The most tokens to generate."""
-    n: Integer | None = Field(default=None, ge=1, le=128)
-    """Continuations per prompt."""
     stream_options: StreamOptions | None = None
     """Only with `stream`."""
-    prompt_logprobs: Integer | None = Field(default=None, ge=0, le=_MAX_TOP_LOGPROBS)
-    """Log-probabilities of the prompt's tokens, and of this many alternatives."""
 
     @property
     def num_continuations(self) -> int:
@@ -345,29 +358,6 @@ _GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-
-_SAMPLING_FIELDS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "n",
-    "stop",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "logit_bias",
-    "stop_token_ids",
-    "ignore_eos",
-    "allowed_token_ids",
-    "bad_words",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "prompt_logprobs",
-)
 
 
 @contextmanager

@@ -8,12 +8,18 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from raypp.errors import RequestError
-from raypp.openai_api.chat_request import ChatRequest, ResponseFormat
-from raypp.openai_api.derived_chat import DerivedChat
+from raypp.openai_api.chat_request import ChatRequest, DerivedChat, ResponseFormat
 from raypp.openai_api.foreign_fields import OF_RESPONSES, ForeignField
 from raypp.openai_api.request_fields import Entries, Integer, LenientModel, RequestFields, RequestModel
-from raypp.openai_api.response_input import InputItem, chat_messages
-from raypp.openai_api.response_tools import ResponseTool, ResponseToolChoice, chat_choice, chat_tools, types_left_out
+from raypp.openai_api.response_input import (
+    InputItem,
+    ResponseTool,
+    ResponseToolChoice,
+    chat_choice,
+    chat_messages,
+    chat_tools,
+    types_left_out,
+)
 
 _LOGPROBS = "message.output_text.logprobs"
 IGNORED_BY_RESPONSES = (

@@ -9,8 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
+from raypp.api.tokenizer import Tokenizer
 from raypp.openai_api.call_arguments import ArgumentsReader, JsonArguments
+from raypp.types import CompletionOutput
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class Mark:
 
     opening: str
     closing: str = ""
-    """Ends the mark, at most `raypp.openai_api.marks.MAX_INSIDE_CHARS` behind the opening. A brace is left to the
+    """Ends the mark, at most `raypp.openai_api.syntax.MAX_INSIDE_CHARS` behind the opening. A brace is left to the
     arguments that it begins."""
     pattern: str = ""
     """A regular expression to be found between opening and closing; its group `name` is the function. Of several marks
@@ -162,3 +165,138 @@ class MessageSyntax:
 
 PLAIN_SYNTAX = MessageSyntax()
 """Of a model that writes answers and nothing else."""
+
+
+MAX_INSIDE_CHARS = 256
+"""Between the opening and the closing of a mark. What is longer is text: a stream must not be held back for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A mark in a text."""
+
+    mark: Mark
+    start: int
+    end: int  # where the text goes on
+    name: str | None  # of a function
+
+
+class MarkFinder:
+    """Finds the first of some marks."""
+
+    def __init__(self, among: Sequence[Mark]) -> None:
+        self.marks = tuple(among)
+        self._by_opening: dict[str, list[Mark]] = {}
+        for mark in among:
+            self._by_opening.setdefault(mark.opening, []).append(mark)
+        openings = sorted(self._by_opening, key=len, reverse=True)
+        self._openings = re.compile("|".join(map(re.escape, openings)) or r"(?!)")
+        self._longest = len(openings[0]) if openings else 0
+
+    def __bool__(self) -> bool:
+        return bool(self._by_opening)
+
+    def find(self, text: str, *, is_last: bool) -> tuple[int, Found | None]:
+        """Return how many characters are certainly no mark, and the mark behind them.
+
+        Without a mark, the characters behind those may become one: more text tells. With the last text they do not.
+        """
+        undecided = len(text) if is_last else self._first_beginning(text)
+        at = 0
+        while (match := self._openings.search(text, at)) is not None and match.start() < undecided:
+            found, may_be = self._whole(text, match, is_last)
+            if found is not None:
+                return found.start, found
+            if may_be:
+                return match.start(), None
+            at = match.end()
+        return undecided, None
+
+    def _first_beginning(self, text: str) -> int:
+        """Return where the text's end begins that may be the beginning of an opening; its length if none may."""
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            end = text[start:]
+            if any(len(opening) > len(end) and opening.startswith(end) for opening in self._by_opening):
+                return start
+        return len(text)
+
+    def _whole(self, text: str, opening: re.Match[str], is_last: bool) -> tuple[Found | None, bool]:
+        """Return the mark that begins here; if there is none yet, whether there may be one."""
+        for mark in self._by_opening[opening.group()]:
+            inside, name = opening.end(), None
+            end = inside
+            if mark.closing:
+                most = inside + MAX_INSIDE_CHARS + len(mark.closing)
+                closing = text.find(mark.closing, inside, most)
+                if closing < 0:
+                    return None, not is_last and len(text) < most
+                match = re.search(mark.pattern, text[inside:closing])
+                if match is None:
+                    continue
+                name = match.groupdict().get("name")
+                end = closing if mark.closing == "{" else closing + len(mark.closing)
+            return Found(mark, opening.start(), end, name), False
+        return None, False
+
+
+def begun_in(prompt: str, thoughts: ThoughtSyntax | None, continued: str = "") -> str:
+    """Return the mark that a prompt leaves off with, as far as it got; empty if it leaves off with none.
+
+    A whole mark is the beginning of a thought. A part of one is of a message whose kind the model is to say.
+
+    Args:
+        prompt: The rendered conversation.
+        thoughts: How the model writes them.
+        continued: The message that the model goes on with, if it does; it may have begun a thought.
+    """
+    if thoughts is None:
+        return ""
+    ended_at = max(map(continued.rfind, thoughts.ends), default=-1)
+    for mark in thoughts.begins:
+        if mark.closing:
+            at = prompt.rfind(mark.opening)  # one further back is of an earlier message
+            begun = prompt[at:]
+            if at >= 0 and len(begun) <= MAX_INSIDE_CHARS and mark.closing not in begun:
+                return begun
+        elif prompt.rstrip().endswith(mark.opening) or continued.rfind(mark.opening) > ended_at:
+            return mark.opening
+    return ""
+
+
+def is_thought(begun: str, thoughts: ThoughtSyntax | None) -> bool:
+    """Return whether what a prompt has begun is a thought."""
+    return thoughts is not None and any(mark.opening == begun and not mark.closing for mark in thoughts.begins)
+
+
+def num_thought_tokens(
+    tokenizer: Tokenizer, thoughts: ThoughtSyntax | None, answer: CompletionOutput, *, begun: str = ""
+) -> int:
+    """Return how many tokens of an answer are thoughts, their marks included.
+
+    Args:
+        tokenizer: The model's.
+        thoughts: How the model writes them.
+        answer: As far as it has come.
+        begun: What the prompt has begun; see `begun_in`.
+    """
+    if thoughts is None:
+        return 0
+    pieces = [tokenizer.token_text(token_id) for token_id in answer.token_ids]
+    text = begun + "".join(pieces)
+    begins, ends = MarkFinder(thoughts.begins), MarkFinder(marks(*thoughts.ends))
+    spans, at = list[tuple[int, int]](), 0
+    while (found := begins.find(rest := text[at:], is_last=True)[1]) is not None:
+        if not thoughts.is_anywhere and rest[: found.start].strip():
+            break
+        end = ends.find(rest[found.end :], is_last=True)[1]
+        stop = len(rest) if end is None else found.end + end.end
+        spans.append((at + found.start, at + stop))
+        at += stop
+        if not thoughts.is_anywhere:
+            break
+    ends_at = list(accumulate(map(len, pieces), initial=len(begun)))
+    return sum(
+        any(start < stop_at and end > start_at for start, end in spans)
+        for start_at, stop_at in pairwise(ends_at)
+        if stop_at > start_at
+    )

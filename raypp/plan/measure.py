@@ -29,8 +29,8 @@ from raypp.plan.engine_plan import EnginePlan
 from raypp.plan.hardware import Hardware
 from raypp.plan.layer_partition import LayerRoom, even_partition, fastest_partition
 from raypp.plan.stage_memory import stage_budget_bytes, stage_weight_bytes
+from raypp.request import Request
 from raypp.sampling_params import SamplingParams
-from raypp.scheduler.request import Request
 from raypp.scheduler.scheduler import Scheduler
 from raypp.stage.build_stage import allocate_kv_caches, build_stage_model, configure_torch
 from raypp.stage.schemas import StageSchemas

@@ -19,7 +19,7 @@ from raypp.models.sizes import LOGIT_BYTES, embedding_bytes, layer_sizes, lm_hea
 from raypp.ops.sample.draw_sizes import draw_bytes
 from raypp.plan.graph_plan import graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware
-from raypp.request_limits import (
+from raypp.sampling_params import (
     MAX_BAD_WORD_SPELLINGS,
     MAX_BAD_WORD_TOKENS,
     MAX_BIASED_TOKENS,

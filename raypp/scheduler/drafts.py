@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypp.messages import StepResult
+from raypp.request import DraftCounts
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.running import Cohort, InFlightStep
-from raypp.scheduler.scheduler_stats import DraftCounts
 from raypp.scheduler.step_predictor import RooflineCost
 
 _MEMORY = 0.9

@@ -6,8 +6,8 @@ from itertools import accumulate
 
 from raypp.errors import RequestError
 from raypp.messages import StepLogprobs, StepResult, TokenLogprobs, unpack
+from raypp.request import LogprobRows, Request, RequestUpdate
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.scheduler.request import LogprobRows, Request, RequestUpdate
 from raypp.scheduler.request_state import RequestState
 
 

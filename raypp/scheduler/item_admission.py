@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from raypp.encoder.lru_cache import LruCache
 from raypp.errors import RayppError, RequestError
 from raypp.prompt_items import EncoderItem, unique_items
-from raypp.scheduler.request import Request
+from raypp.request import Request
 from raypp.scheduler.request_state import ItemPin, RequestState
 from raypp.scheduler.waiting_queue import WaitingQueue
 

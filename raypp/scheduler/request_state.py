@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raypp.messages import NO_STEP, Int32s
-from raypp.scheduler.request import Request
+from raypp.request import Request
 
 NO_ROW = -1
 

@@ -1,9 +1,8 @@
-"""The scheduler's counters, and those of drafts."""
+"""The scheduler's counters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 
 @dataclass(slots=True)
@@ -89,48 +88,3 @@ class SchedulerStats:
     """Accepted drafts of those that were verified, 0..1; 0 without any."""
     acceptance_length: float
     """Tokens per row-step that verified drafts, at least 1."""
-
-
-class DraftCounts:
-    """Counts what became of the drafts of one request, or of all. Cheap, since it counts every row of every step."""
-
-    __slots__ = ("_by_accepted", "_by_drafted")
-
-    def __init__(self, max_drafts: int) -> None:
-        self._by_drafted = [0] * (max_drafts + 1)  # [d]: row-steps that verified d drafts
-        self._by_accepted = [0] * (max_drafts + 1)  # [a]: row-steps that accepted a of them
-
-    def count(self, num_drafted: int, num_accepted: int) -> None:
-        """Count a row-step that verified at least one draft."""
-        self._by_drafted[num_drafted] += 1
-        self._by_accepted[num_accepted] += 1
-
-    @property
-    def num_rows(self) -> int:
-        """Row-steps."""
-        return sum(self._by_drafted)
-
-    @property
-    def num_drafted(self) -> int:
-        """Drafts that were verified."""
-        return sum(self.drafted_by_position)
-
-    @property
-    def num_accepted(self) -> int:
-        """Drafts that were accepted."""
-        return sum(self.accepted_by_position)
-
-    @property
-    def drafted_by_position(self) -> list[int]:
-        """How often the first, second, ... draft of a row was verified, [K_max]."""
-        return _at_least(self._by_drafted)
-
-    @property
-    def accepted_by_position(self) -> list[int]:
-        """How often the first, second, ... draft of a row was accepted, [K_max]."""
-        return _at_least(self._by_accepted)
-
-
-def _at_least(counts: list[int]) -> list[int]:
-    """Return, for each number from 1 on, how often it was that number or more."""
-    return list(accumulate(reversed(counts[1:])))[::-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypp.request_limits import MAX_BAD_WORD_TOKENS
+from raypp.sampling_params import MAX_BAD_WORD_TOKENS
 
 TOKEN_BYTES = 4
 _MULTIPLE = 16  # tokens, so that a GPU reads every row of the table 16 bytes at a time

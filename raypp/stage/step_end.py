@@ -25,13 +25,13 @@ from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS, MAX_REPORTED
 from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Adjustments, PositionMasks, RowTables, StepMasks, Widths
 from raypp.ops.sample.token_choice import TopLogprobs
 from raypp.ops.sample.token_history import TokenHistory
-from raypp.request_limits import (
+from raypp.row_params import Needs, RowParams
+from raypp.sampling_params import (
     MAX_BAD_WORD_SPELLINGS,
     MAX_BAD_WORD_TOKENS,
     MAX_BIASED_TOKENS,
     MAX_END_TOKENS,
 )
-from raypp.row_params import Needs, RowParams
 from raypp.stage.grammar_masks import GrammarMasks, body_mark
 from raypp.stage.speculation import Search, Speculation
 from raypp.stage.stage_spec import StageSpec
@@ -190,7 +190,7 @@ class SamplingRows:
 
     def _set(self, table: torch.Tensor, row: int, entries: NDArray[Any]) -> None:
         """Write a row's first entries."""
-        assert len(entries) <= table.shape[1], "no more is accepted, see `raypp.request_limits`"
+        assert len(entries) <= table.shape[1], "no more is accepted, see `raypp.sampling_params`"
         table[row, : len(entries)] = to_device(entries, self._device)
 
 

@@ -28,7 +28,7 @@ from raypp.models.registry import build_encoder
 from raypp.models.weights import open_weights
 from raypp.plan.engine_plan import EnginePlan
 from raypp.prompt_items import EncoderItem, PromptItems
-from raypp.scheduler.request import Request, RequestUpdate
+from raypp.request import Request, RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
 from raypp.scheduler.scheduler_stats import SchedulerStats
 from raypp.stage.build_stage import StageFactory, allocate_kv_caches, build_stage_model

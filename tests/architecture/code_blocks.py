@@ -298,7 +298,7 @@ def _problems_of_pip(arguments: Sequence[str]) -> list[str]:
 
 def _problems_of_serve(arguments: Sequence[str]) -> list[str]:
     from raypp.errors import ConfigError
-    from serve_app.settings import split_arguments
+    from serve_app.app import split_arguments
 
     if arguments[:1] == ["deploy"]:
         return [] if (ROOT / arguments[1]).is_file() else [f"there is no {arguments[1]}"]

@@ -30,13 +30,13 @@ from raypp.types import SamplingParams
 # (files, functions). Aims: an eager step (30, 130), a full graph (24, 95), a chat 70 files.
 MAX_EAGER = (55, 199)
 MAX_FULL_GRAPH = (42, 133)
-MAX_CHAT = (125, 730)
+MAX_CHAT = (100, 725)
 
 # Statements, docstrings aside. Aims: 26,300 in raypp, 2,100 in serve_app. A larger budget is a decision: say why.
 MAX_STATEMENTS = {
-    "raypp": 1_180,  # modules of no package
+    "raypp": 1_280,  # modules of no package; the request, which was the scheduler's, among them
     "raypp/actors": 1_930,
-    "raypp/api": 2_487,
+    "raypp/api": 2_350,
     "raypp/batch_job": 952,
     "raypp/cli": 951,
     "raypp/config": 576,
@@ -45,17 +45,17 @@ MAX_STATEMENTS = {
     "raypp/grammar": 1_390,
     "raypp/graphs": 418,
     "raypp/models": 2_100,
-    "raypp/openai_api": 2_728,
+    "raypp/openai_api": 2_640,
     "raypp/ops": 4_523,
     "raypp/pictures": 725,
     "raypp/plan": 1_354,
-    "raypp/scheduler": 1_711,
+    "raypp/scheduler": 1_640,
     "raypp/specdec": 240,
     "raypp/stage": 2_441,
     "raypp/supervision": 258,
     "raypp/testing": 562,
     "raypp/transport": 1_372,
-    "serve_app": 2_305,
+    "serve_app": 2_100,
 }
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from raypp.prompt_items import PromptItems
-from raypp.scheduler.request import LogprobRows, Request, RequestUpdate
+from raypp.request import LogprobRows, Request, RequestUpdate
 from raypp.testing import LocalEngine
 from raypp.types import FinishReason, SamplingParams
 

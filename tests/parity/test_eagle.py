@@ -23,7 +23,7 @@ from hf_models import make_checkpoint
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.scheduler.request import Request
+from raypp.request import Request
 from raypp.scheduler.scheduler_stats import SchedulerStats
 from raypp.stage.speculation import Speculation
 from raypp.testing import LocalEngine

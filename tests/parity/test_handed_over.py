@@ -18,9 +18,8 @@ from answer_comparison import Comparison
 from handing_over import Answer, Asked, MortalEngines
 from request_kinds import requests_of_all_kinds, requests_with_pictures, tokenizer
 
-from raypp.api.output_logprobs import logprobs_per_request
+from raypp.api.running_request import logprobs_per_request
 from raypp.client_messages import (
-    AddRequest,
     AddRequests,
     EngineDead,
     OpenClient,
@@ -32,6 +31,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.messages import OutputBatch
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
+from raypp.request import Request
 from raypp.testing import LocalEngine, launch_in_threads
 from raypp.types import FinishReason
 
@@ -118,18 +118,18 @@ class WireClient:
         self._socket.linger = 0
         self._socket.connect(address)
         requests = [
-            AddRequest(
+            Request(
                 answer.asked.name,
-                handle,
                 answer.asked.prompt,
                 answer.params_of_next_life(),
                 answer.asked.params.seed or 0,
-                tuple(answer.asked.eos_token_ids),
-                answer.asked.bad_words,
-                answer.asked.priority,
+                answer.asked.eos_token_ids,
+                handle=handle,
+                bad_word_token_ids=answer.asked.bad_words,
+                priority=answer.asked.priority,
                 is_streamed=handle % 2 == 0,
                 cache_salt=answer.asked.cache_salt,
-                output_token_ids=np.array(answer.token_ids, np.int32),
+                output_token_ids=list(answer.token_ids),
             )
             for handle, answer in enumerate(answers)
             if not answer.finish_reason

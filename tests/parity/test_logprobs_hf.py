@@ -16,7 +16,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.messages import TokenLogprobs
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.scheduler.request import Request
+from raypp.request import Request
 from raypp.stage import logprob_reports as stage_logprobs
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams

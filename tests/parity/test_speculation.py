@@ -28,7 +28,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.ops.sample.token_choice import gumbel_noise, mask_truncated
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.scheduler.request import Request
+from raypp.request import Request
 from raypp.scheduler.scheduler_stats import SchedulerStats
 from raypp.specdec import draft_tables
 from raypp.testing import LocalEngine

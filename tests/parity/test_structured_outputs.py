@@ -25,7 +25,7 @@ from raypp.errors import RequestError
 from raypp.ops.row_tokens import StepTokens
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.scheduler.request import Request
+from raypp.request import Request
 from raypp.specdec.eagle import EagleProposer
 from raypp.specdec.proposer import Drafts, Followed, StepHidden
 from raypp.testing import LocalEngine

@@ -14,7 +14,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.models.registry import resolve_draft_head_path, resolve_model_path
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.scheduler.request import Request
+from raypp.request import Request
 from raypp.scheduler.scheduler_stats import SchedulerStats
 from raypp.stage.step_layers import AuxStates
 from raypp.testing import LocalEngine

@@ -28,8 +28,8 @@ from raypp.messages import (
     pack_inside,
     unpack,
 )
+from raypp.request import Request
 from raypp.scheduler.limits import STEPS_PER_COHORT, SchedulerLimits
-from raypp.scheduler.request import Request
 
 VOCAB_SIZE = 13
 ROOT = 0

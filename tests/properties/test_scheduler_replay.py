@@ -17,8 +17,8 @@ from replay_stage import VOCAB_SIZE, PlanWatcher, ReplayStage, reference_output
 
 from raypp.messages import StepResult, TokenLogprobs
 from raypp.prompt_items import PromptItems
+from raypp.request import Request
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.scheduler.request import Request
 from raypp.scheduler.scheduler import Scheduler
 from raypp.types import FinishReason, SamplingParams
 

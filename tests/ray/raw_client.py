@@ -9,7 +9,6 @@ import numpy as np
 import zmq
 
 from raypp.client_messages import (
-    AddRequest,
     AddRequests,
     CloseClient,
     EngineDead,
@@ -23,6 +22,7 @@ from raypp.client_messages import (
 from raypp.errors import RayppError
 from raypp.messages import OutputBatch
 from raypp.prompt_items import PromptItems
+from raypp.request import Request
 from raypp.types import SamplingParams
 
 WAIT_S = 150.0  # for what is expected; only a hang takes this long
@@ -57,7 +57,19 @@ class RawClient:
         handle = self._num_added
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         self._send(
-            AddRequests([AddRequest(f"r{handle}", handle, np.asarray(prompt, np.int32), params, 0, (), items=items)])
+            AddRequests(
+                [
+                    Request(
+                        f"r{handle}",
+                        np.asarray(prompt, np.int32),
+                        params,
+                        0,
+                        handle=handle,
+                        items=items,
+                        is_streamed=True,
+                    )
+                ]
+            )
         )
         return handle
 

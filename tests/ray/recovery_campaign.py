@@ -30,6 +30,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.errors import RayppError
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
+from raypp.request import Request
 from raypp.testing import launch_in_threads
 from raypp.types import FinishReason, RequestOutput, SamplingParams
 
@@ -222,7 +223,7 @@ def _params(setting: Setting, asked: Asked) -> SamplingParams:
 def _answers(asked: Asked, output: RequestOutput) -> list[Answer]:
     """Return what became of a request, by continuation, as requests of their own."""
     assert asked.params.seed is not None
-    prepared = PreparedRequest("", None, asked.prompt, asked.params, seed=asked.params.seed)
+    prepared = PreparedRequest(Request("", asked.prompt, asked.params, seed=asked.params.seed))
     answers = []
     for completion in output.outputs:
         params = replace(asked.params, n=1, seed=prepared.seed_of(completion.index))

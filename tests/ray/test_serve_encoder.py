@@ -25,7 +25,7 @@ from raypp.models.config import load_model_config
 from raypp.models.registry import build_encoder
 from raypp.models.weights import CheckpointWeights
 from raypp.prompt_items import EncoderItem
-from serve_app.encoder import DEPLOYMENT_NAME, ServedPictures, encoder_deployment
+from serve_app.replica import DEPLOYMENT_NAME, ServedPictures, encoder_deployment
 
 pytestmark = pytest.mark.ray
 

@@ -22,9 +22,9 @@ from raypp.cli.main import EntryPoints, main
 from raypp.config.engine_config import EngineConfig
 from raypp.config.http_settings import HttpAddress, HttpSettings
 from serve_app import app, run, running_serve
+from serve_app.app import split_arguments
 from serve_app.http_app import OPEN_PATHS
 from serve_app.proxy_answers import ENVIRONMENT, HEALTH_TIMEOUT_S
-from serve_app.settings import split_arguments
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

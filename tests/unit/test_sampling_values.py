@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from raypp import request_limits as limits
+from raypp import sampling_params as limits
 from raypp.api.beam_search import BeamSearchParams
 from raypp.errors import RequestError
 from raypp.types import SamplingParams

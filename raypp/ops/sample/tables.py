@@ -12,8 +12,8 @@ import torch
 
 from raypp.ops.row_tokens import NO_TOKEN, StepTokens
 from raypp.ops.sample.token_history import TokenHistory
-from raypp.request_limits import MAX_BAD_WORD_SPELLINGS, MAX_BAD_WORD_TOKENS, MAX_BIASED_TOKENS, MAX_END_TOKENS
 from raypp.row_params import WORDS, Needs
+from raypp.sampling_params import MAX_BAD_WORD_SPELLINGS, MAX_BAD_WORD_TOKENS, MAX_BIASED_TOKENS, MAX_END_TOKENS
 
 ANY_TOKEN = -1
 """Stands in `bad_words` before the beginning of a short word, and matches every token."""

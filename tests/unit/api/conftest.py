@@ -9,7 +9,7 @@ import pytest
 from fake_engine import FakeEngine
 
 from raypp.api.tokenizer import Tokenizer
-from raypp.client_messages import AddRequest
+from raypp.request import Request
 
 _TEXT = ["def main(argv):\n    return print(argv)\n", "Grüße, 世界! 🎉🎉\n", "import os\nimport sys\n"] * 20
 _CHAT_TEMPLATE = (
@@ -52,7 +52,7 @@ def make_engine(model_path: Path) -> Iterator[Callable[..., FakeEngine]]:
     """Makes engines that are closed when the test ends. Without a script they repeat the prompt."""
     engines = []
 
-    def make(script: Callable[[AddRequest], list[int]] | None = None, **options: object) -> FakeEngine:
+    def make(script: Callable[[Request], list[int]] | None = None, **options: object) -> FakeEngine:
         engine = FakeEngine(script or repeat_prompt, **{"model_path": str(model_path), **options})  # type: ignore[arg-type]
         engines.append(engine)
         return engine
@@ -63,5 +63,5 @@ def make_engine(model_path: Path) -> Iterator[Callable[..., FakeEngine]]:
             engine.close()
 
 
-def repeat_prompt(request: AddRequest) -> list[int]:
+def repeat_prompt(request: Request) -> list[int]:
     return request.prompt_token_ids.tolist() * (1 + request.params.max_tokens // len(request.prompt_token_ids))

@@ -12,7 +12,6 @@ import zmq
 
 from raypp.client_messages import (
     AbortRequests,
-    AddRequest,
     AddRequests,
     CloseClient,
     DriverMessage,
@@ -26,6 +25,7 @@ from raypp.client_messages import (
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import RayppError, StageDiedError
 from raypp.messages import OutputBatch
+from raypp.request import Request
 from raypp.supervision.supervisor import EngineWatcher, Recovery
 from raypp.types import FinishReason
 
@@ -36,7 +36,7 @@ MAX_MODEL_LEN = 128
 @dataclass(eq=False)
 class Running:
     client: bytes
-    request: AddRequest
+    request: Request
     left: list[int]
 
 
@@ -44,10 +44,10 @@ class Running:
 class FakeEngine:
     """A step yields up to `tokens_per_step` tokens for every request, while the gate is open or steps are granted."""
 
-    script: Callable[[AddRequest], list[int]]
+    script: Callable[[Request], list[int]]
     """The tokens of a request; they end with an EOS or stop token, or go on to max_tokens."""
     model_path: str = ""
-    rejects: Callable[[AddRequest], RayppError | None] = lambda _: None
+    rejects: Callable[[Request], RayppError | None] = lambda _: None
     tokens_per_step: int = 1
     eos_token_ids: list[int] = field(default_factory=lambda: [2])
     answers_stats: bool = True
@@ -55,7 +55,7 @@ class FakeEngine:
     """Whether it may come back when it has died: `come_back`."""
     recovers_by_itself: bool = False
     """Whether it does, as soon as a client reports its death."""
-    kills: Callable[[AddRequest], bool] = lambda _: False
+    kills: Callable[[Request], bool] = lambda _: False
     """Whether the engine dies of a request as soon as that runs."""
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class FakeEngine:
             "eos_token_ids": self.eos_token_ids,
             "model_path": self.model_path,
         }
-        self.added: list[AddRequest] = []
+        self.added: list[Request] = []
         self.aborted: list[str] = []
         self.num_clients_left = 0
         self.num_deaths = self.num_excused = 0

@@ -65,6 +65,25 @@ def test_outputs_are_cumulative_and_end_finished(make_engine: MakeEngine, tokeni
     run(body())
 
 
+@pytest.mark.parametrize("stop", [(), ("argv",)])
+def test_deltas_join_to_the_whole(make_engine: MakeEngine, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+    ids = tokenizer.encode(["Grüße, 世界! 🎉🎉 argv end"])[0].tolist()
+    params = SamplingParams(max_tokens=99, n=2, stop=stop)
+
+    async def body() -> None:
+        async with await AsyncLLM.create("tiny", launch=make_engine(lambda _: ids).launch) as llm:
+            whole = [o async for o in llm.generate("x", params)][-1]
+            deltas = [o async for o in llm.generate("x", params, deltas=True)]
+        assert [o.finished for o in deltas] == [False] * (len(deltas) - 1) + [True]
+        for index, completion in enumerate(whole.outputs):
+            pieces = [o.outputs[index] for o in deltas]
+            assert "".join(piece.text for piece in pieces) == completion.text
+            assert [token for piece in pieces for token in piece.token_ids] == completion.token_ids
+            assert pieces[-1].finish_reason == completion.finish_reason
+
+    run(body())
+
+
 def test_a_slow_reader_gets_the_newest_and_the_end(make_engine: MakeEngine) -> None:
     async def body() -> None:
         async with await AsyncLLM.create("tiny", launch=make_engine().launch) as llm:

@@ -8,12 +8,12 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from raypp.api.handing_over import messages_of_begun
 from raypp.api.poison_requests import PoisonDetector
-from raypp.api.running_request import PreparedRequest, RunningRequest
+from raypp.api.running_request import PreparedRequest, RunningRequest, messages_of_begun
 from raypp.api.tokenizer import Tokenizer
 from raypp.client_messages import encode_client_message
 from raypp.models.registry import resolve_model_path
+from raypp.request import Request
 from raypp.types import SamplingParams
 
 NUM_REQUESTS = 8
@@ -37,7 +37,7 @@ def test_a_token_takes_at_most_100_bytes(tokenizer: Tokenizer, streams: bool, st
     def begin() -> list[RunningRequest]:
         return [
             RunningRequest(
-                PreparedRequest(f"r{handle}", None, prompt, params),
+                PreparedRequest(Request(f"r{handle}", prompt, params, seed=0)),
                 [handle],
                 tokenizer,
                 stream=streams,
@@ -56,9 +56,7 @@ def test_a_token_takes_at_most_100_bytes(tokenizer: Tokenizer, streams: bool, st
         detector.note_loss(0)
         detector.note_death(unfinished, unfinished, max_running=NUM_REQUESTS)
         detector.begin(unfinished)
-        for message in messages_of_begun(
-            ((request, request.completions[0]) for request in requests), (0,), NUM_REQUESTS
-        ):
+        for message in messages_of_begun(((request, request.completions[0]) for request in requests), NUM_REQUESTS):
             encode_client_message(message)
 
     def kept_bytes(num_tokens: int) -> int:

@@ -11,7 +11,6 @@ import pytest
 from raypp import errors
 from raypp.client_messages import (
     AbortRequests,
-    AddRequest,
     AddRequests,
     CloseClient,
     EngineDead,
@@ -26,26 +25,36 @@ from raypp.client_messages import (
 )
 from raypp.messages import OutputBatch
 from raypp.prompt_items import EncoderItem, PromptItems
+from raypp.request import Request
 from raypp.types import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=7, temperature=0.3, stop=["a", "\ud800"], stop_token_ids=[1, 2], seed=-(2**63))
 REQUESTS = [
-    AddRequest("r0", 0, np.array([1, 2, 3], np.int32), PARAMS, 2**63 - 1, (2,)),
-    AddRequest("Grüße", 2**62, np.array([2**31 - 1], np.int32), SamplingParams(ignore_eos=True), -5, ()),
-    AddRequest(
+    Request("r0", np.array([1, 2, 3], np.int32), PARAMS, 2**63 - 1, frozenset({2}), handle=0, is_streamed=True),
+    Request(
+        "Grüße", np.array([2**31 - 1], np.int32), SamplingParams(ignore_eos=True), -5, handle=2**62, is_streamed=True
+    ),
+    Request(
         "c\0001",
-        3,
         np.array([7], np.int32),
         SamplingParams(n=2, logit_bias={5: -1.5, 0: 2}, allowed_token_ids=[1, 2], bad_words=["a b"], logprobs=0),
         0,
-        (1,),
+        frozenset({1}),
+        handle=3,
         bad_word_token_ids=((1, 2), (3,)),
         priority=-4,
         goes_first=True,
-        is_streamed=False,
         cache_salt="salz \ud800",
     ),
-    AddRequest("begun", 4, np.array([8, 9], np.int32), PARAMS, 0, (), output_token_ids=np.array([5, 6, 7], np.int32)),
+    Request(
+        "begun",
+        np.array([8, 9], np.int32),
+        PARAMS,
+        0,
+        handle=4,
+        output_token_ids=[5, 6, 7],
+        is_streamed=True,
+    ),
 ]
 
 
@@ -57,29 +66,28 @@ def test_client_messages_round_trip(message: object) -> None:
     assert decode_client_message(encode_client_message(message)) == message  # type: ignore[arg-type]
 
 
-def _plain(request: AddRequest) -> dict[str, Any]:
+def _plain(request: Request) -> dict[str, Any]:
     return asdict(request) | {
         "prompt_token_ids": request.prompt_token_ids.tolist(),
-        "output_token_ids": request.output_token_ids.tolist(),
     }
 
 
-def _sent(requests: list[AddRequest]) -> list[AddRequest]:
+def _sent(requests: list[Request]) -> list[Request]:
     received = decode_client_message(encode_client_message(AddRequests(requests)))
     assert isinstance(received, AddRequests)
     return list(received.requests)
 
 
 @pytest.mark.parametrize("requests", [REQUESTS, REQUESTS[:1], []])
-def test_requests_round_trip(requests: list[AddRequest]) -> None:
+def test_requests_round_trip(requests: list[Request]) -> None:
     received = _sent(requests)
-    assert {a.dtype for r in received for a in (r.prompt_token_ids, r.output_token_ids)} <= {np.dtype(np.int32)}
+    assert {r.prompt_token_ids.dtype for r in received} <= {np.dtype(np.int32)}
     assert [_plain(r) for r in received] == [_plain(r) for r in requests]
 
 
 def test_continuations_share_their_prompt_and_parameters_and_no_request_keeps_the_message() -> None:
     prompt = np.arange(1000, dtype=np.int32)
-    copies = [AddRequest(f"n{i}", i, prompt, PARAMS, i, (2,)) for i in range(64)]
+    copies = [Request(f"n{i}", prompt, PARAMS, i, frozenset({2}), handle=i, is_streamed=True) for i in range(64)]
     frames = encode_client_message(AddRequests([*copies, REQUESTS[0]]))
     assert len(frames[2]) == 4 * 1003
     *received, last = _sent([*copies, REQUESTS[0]])
@@ -90,16 +98,16 @@ def test_continuations_share_their_prompt_and_parameters_and_no_request_keeps_th
 
 def test_continuations_that_go_on_share_their_prompt_and_have_their_own_tokens() -> None:
     prompt = np.arange(1000, dtype=np.int32)
-    begun = [np.arange(count, dtype=np.int32) + 5000 for count in (3, 0, 7, 1)]
+    begun = [list(range(5000, 5000 + count)) for count in (3, 0, 7, 1)]
     copies = [
-        AddRequest(f"n{i}", i, prompt, PARAMS, i, (2,), output_token_ids=token_ids) for i, token_ids in enumerate(begun)
+        Request(f"n{i}", prompt, PARAMS, i, frozenset({2}), handle=i, output_token_ids=token_ids, is_streamed=True)
+        for i, token_ids in enumerate(begun)
     ]
     frames = encode_client_message(AddRequests([*copies, *REQUESTS]))
     assert len(frames[2]) == 4 * (1000 + 11) + 4 * (3 + 1 + 1 + 2 + 3)
     received = _sent([*copies, *REQUESTS])
     assert [_plain(r) for r in received] == [_plain(r) for r in [*copies, *REQUESTS]]
     assert len({id(r.prompt_token_ids) for r in received[:4]}) == 1
-    assert all(r.output_token_ids.base is None for r in received)
 
 
 def test_pictures_round_trip_and_a_repeated_one_travels_once() -> None:
@@ -108,7 +116,9 @@ def test_pictures_round_trip_and_a_repeated_one_travels_once() -> None:
         EncoderItem.of(rng.integers(0, 256, (4 * n, 12), np.uint8), (1, 2, 2 * n), num_tokens=n) for n in (1, 3)
     )
     items = PromptItems((first, second, first), (1, 3, 6), merge_size=2)
-    sent = AddRequests([*REQUESTS, AddRequest("v", 9, np.ones(8, np.int32), PARAMS, 0, (), items=items), REQUESTS[0]])
+    sent = AddRequests(
+        [*REQUESTS, Request("v", np.ones(8, np.int32), PARAMS, 0, handle=9, items=items, is_streamed=True), REQUESTS[0]]
+    )
     frames = encode_client_message(sent)
     assert sum(map(len, frames[3:])) == first.patches.nbytes + second.patches.nbytes
     received = decode_client_message(frames)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raypp.api.event_loop_thread import EventLoopThread
+from raypp.api.llm import EventLoopThread
 from raypp.errors import EngineDeadError
 
 DEADLINE_S = 20.0

@@ -59,7 +59,7 @@ def test_outputs_in_order_with_text_and_metrics(make_engine: MakeEngine, tokeniz
         assert 0 <= metrics.ttft_s < 5
         assert (metrics.tpot_s is None) == (param.max_tokens == 1)
     assert [r.seed for r in engine.added] == list(range(150))
-    assert engine.added[0].eos_token_ids == (2,)
+    assert engine.added[0].eos_token_ids == frozenset({2})
     assert engine.num_closed == 1
 
 
@@ -331,7 +331,7 @@ def test_the_tokenizers_eos_when_the_model_names_none(make_engine: MakeEngine) -
     engine = make_engine(eos_token_ids=[])
     with open_llm(engine) as llm:
         llm.generate(["a"])
-    assert engine.added[0].eos_token_ids == (2,)
+    assert engine.added[0].eos_token_ids == frozenset({2})
 
 
 def test_progress_bar(make_engine: MakeEngine, capsys: pytest.CaptureFixture[str]) -> None:

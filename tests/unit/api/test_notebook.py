@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raypp.api.notebook import close_replaced_engines, engines_replaced_by
+from raypp.api.launch import close_replaced_engines, engines_replaced_by
 
 
 class Engine:

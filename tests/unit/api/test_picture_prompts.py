@@ -77,10 +77,11 @@ def _ask(*parts: Any) -> list[dict[str, Any]]:
 
 
 def test_a_conversation_with_an_image(preparer: RequestPreparer, tokenizer: Tokenizer, marks: dict[str, int]) -> None:
-    [request] = preparer.chats([_ask({"type": "image", "image": RED}, TEXT)])
+    [prepared] = preparer.chats([_ask({"type": "image", "image": RED}, TEXT)])
+    request = prepared.request
     pad = marks["<|image_pad|>"]
     rendered = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n<|im_start|>assistant\n"
-    assert request.prompt == rendered
+    assert prepared.text == rendered
     once = tokenizer.encode([rendered])[0].tolist()
     place = once.index(pad)
     assert request.prompt_token_ids.tolist() == once[:place] + [pad] * 8 + once[place + 1 :]  # 4 x 2 blocks of pixels
@@ -96,9 +97,9 @@ def test_every_form_of_an_image_is_the_same_item(preparer: RequestPreparer, tmp_
     path = tmp_path / "red.png"
     path.write_bytes(file.getvalue())
     forms = [RED, file.getvalue(), path, str(path), np.asarray(RED)]
-    requests = preparer.chats([_ask({"type": "image", "image": form}) for form in forms])
+    requests = [one.request for one in preparer.chats([_ask({"type": "image", "image": form}) for form in forms])]
     assert len({request.items.items[0].key for request in requests if request.items}) == 1
-    [other] = preparer.chats([_ask({"type": "image", "image": BLUE})])
+    [other] = [one.request for one in preparer.chats([_ask({"type": "image", "image": BLUE})])]
     assert other.items is not None
     assert other.items.items[0].key not in {request.items.items[0].key for request in requests if request.items}
 
@@ -112,7 +113,7 @@ def test_several_images_a_video_and_turns(
         {"role": "assistant", "content": "Colours."},
         *_ask({"type": "video", "video": [RED, BLUE, RED], "fps": 1.0}, TEXT),
     ]
-    [request] = preparer.chats([conversation])
+    request = preparer.chats([conversation])[0].request
     items, ids = request.items, request.prompt_token_ids.tolist()
     assert items is not None
     assert [ids[start] for start in items.starts] == [marks["<|image_pad|>"]] * 2 + [marks["<|video_pad|>"]] * 2
@@ -127,20 +128,21 @@ def test_prompts_with_images(preparer: RequestPreparer, tokenizer: Tokenizer, ma
     text = "<|vision_start|><|image_pad|><|vision_end|>What?"
     once = tokenizer.encode([text])[0].tolist()
     images = {"image": [RED]}
-    requests = preparer.prompts(
+    prepared = preparer.prompts(
         [
             {"prompt": text, "multi_modal_data": {"image": RED}},
             {"prompt_token_ids": once, "multi_modal_data": images},
             "What?",
         ]
     )
+    requests = [one.request for one in prepared]
     assert requests[0].prompt_token_ids.tolist() == requests[1].prompt_token_ids.tolist()
     assert requests[0].items is not None
     assert requests[1].items is not None
     assert requests[0].items.items[0].key == requests[1].items.items[0].key
-    assert (requests[0].prompt, requests[1].prompt, requests[2].items) == (text, None, None)
+    assert (prepared[0].text, prepared[1].text, requests[2].items) == (text, None, None)
     [again] = preparer.prompts([EncodedPrompt(requests[0].prompt_token_ids, requests[0].items)])
-    assert again.items is requests[0].items
+    assert again.request.items is requests[0].items
 
 
 @pytest.mark.parametrize(
@@ -167,16 +169,17 @@ def test_a_placeholder_that_a_message_spells_is_text(
 ) -> None:
     said = {"role": role, "content": f"What is {mark}?"}
     image, video = {"type": "image", "image": RED}, {"type": "video", "video": [RED, BLUE], "fps": 1.0}
-    [request] = preparer.chats([[said, *_ask(image, video, TEXT), said, *_ask({"type": "text", "text": mark})]])
+    [prepared] = preparer.chats([[said, *_ask(image, video, TEXT), said, *_ask({"type": "text", "text": mark})]])
     [without] = preparer.chats([_ask(image, video, TEXT)])
-    ids, others = request.prompt_token_ids.tolist(), without.prompt_token_ids.tolist()
+    request = prepared.request
+    ids, others = request.prompt_token_ids.tolist(), without.request.prompt_token_ids.tolist()
     assert ids.count(marks[mark]) == others.count(marks[mark]) == 8
     assert request.items is not None
     assert len(request.items.items) == 2
     text = tokenizer.decode(ids, skip_special_tokens=False)
     assert text.count(mark) == 8 + 3
-    assert "\ufdd0" not in text + (request.prompt or "")
-    assert (request.prompt or "").count(f"What is {mark}?") == 2
+    assert "\ufdd0" not in text + (prepared.text or "")
+    assert (prepared.text or "").count(f"What is {mark}?") == 2
 
 
 def test_a_conversation_with_an_image_is_not_cut(tokenizer: Tokenizer, reader: PictureReader) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from raypp.api.conversation import Rendering
 from raypp.api.prepare import RequestPreparer
-from raypp.api.rendering import Rendering
 from raypp.api.tokenizer import Tokenizer
 from raypp.errors import ContextLengthError, ModelLoadError, RequestError
 from raypp.models.registry import resolve_model_path
@@ -24,27 +24,28 @@ def test_text_and_token_ids_in_order(preparer: RequestPreparer, tokenizer: Token
     params = [SamplingParams(seed=1), SamplingParams(), SamplingParams()]
     prompts = ["import os", {"prompt_token_ids": np.array([5, 6])}, (599,)]
     prepared = preparer.prompts(prompts, params)  # type: ignore[arg-type]
-    assert [p.prompt for p in prepared] == ["import os", None, None]
-    assert tokenizer.decode(prepared[0].prompt_token_ids.tolist()) == "import os"
-    assert [p.prompt_token_ids.tolist() for p in prepared[1:]] == [[5, 6], [599]]
-    assert {p.prompt_token_ids.dtype for p in prepared} == {np.dtype(np.int32)}
-    assert prepared[0].seed == 1
-    assert prepared[1].seed != prepared[2].seed
-    assert len({p.request_id for p in prepared}) == 3
+    assert [p.text for p in prepared] == ["import os", None, None]
+    assert tokenizer.decode(prepared[0].request.prompt_token_ids.tolist()) == "import os"
+    assert [p.request.prompt_token_ids.tolist() for p in prepared[1:]] == [[5, 6], [599]]
+    assert {p.request.prompt_token_ids.dtype for p in prepared} == {np.dtype(np.int32)}
+    assert prepared[0].request.seed == 1
+    assert prepared[1].request.seed != prepared[2].request.seed
+    assert len({p.request.request_id for p in prepared}) == 3
 
 
 def test_the_forms_of_a_prompt(preparer: RequestPreparer) -> None:
     text, salted, ids = preparer.prompts(["os", {"prompt": "os", "cache_salt": "me"}, [5, 6]])
-    assert text.prompt_token_ids.tolist() == salted.prompt_token_ids.tolist()
-    assert (text.prompt, salted.prompt, text.cache_salt, salted.cache_salt) == ("os", "os", "", "me")
+    assert text.request.prompt_token_ids.tolist() == salted.request.prompt_token_ids.tolist()
+    assert (text.text, salted.text, text.request.cache_salt, salted.request.cache_salt) == ("os", "os", "", "me")
     [same] = preparer.prompts([{"prompt_token_ids": [5, 6], "cache_salt": "me"}])
-    assert (ids.prompt_token_ids.tolist(), same.prompt_token_ids.tolist(), same.cache_salt) == ([5, 6], [5, 6], "me")
+    assert ids.request.prompt_token_ids.tolist() == same.request.prompt_token_ids.tolist() == [5, 6]
+    assert same.request.cache_salt == "me"
 
 
 def test_drawn_seeds_follow_the_engines_seed(tokenizer: Tokenizer) -> None:
     def seeds(seed: int) -> list[int]:
         preparer = RequestPreparer(tokenizer, vocab_size=600, max_model_len=20, seed=seed)
-        return [p.seed for p in preparer.prompts(["a", "b"])]
+        return [p.request.seed for p in preparer.prompts(["a", "b"])]
 
     assert seeds(1) == seeds(1) != seeds(2)
 
@@ -83,7 +84,7 @@ def test_bad_prompts(preparer: RequestPreparer, prompt: object, message: str) ->
 
 
 def test_the_longest_prompt_that_fits(preparer: RequestPreparer) -> None:
-    assert len(preparer.prompts([{"prompt_token_ids": [1] * 63}])[0].prompt_token_ids) == 63
+    assert len(preparer.prompts([{"prompt_token_ids": [1] * 63}])[0].request.prompt_token_ids) == 63
 
 
 def test_a_token_that_the_model_has_not(tokenizer: Tokenizer) -> None:
@@ -116,17 +117,17 @@ def test_chat_renders_the_template_once(preparer: RequestPreparer, tokenizer: To
     [prepared] = preparer.chats(
         [[{"role": "user", "content": "os"}]], rendering=Rendering(chat_template_kwargs={"quiet": True})
     )
-    assert prepared.prompt == "<|im_start|>user\nos<|im_end|>\n<|im_start|>assistant\n<quiet>"
-    assert prepared.prompt_token_ids.tolist().count(1) == 2
-    assert prepared.prompt_token_ids.tolist().count(2) == 1
+    assert prepared.text == "<|im_start|>user\nos<|im_end|>\n<|im_start|>assistant\n<quiet>"
+    assert prepared.request.prompt_token_ids.tolist().count(1) == 2
+    assert prepared.request.prompt_token_ids.tolist().count(2) == 1
 
 
 def test_the_last_message_may_be_continued(preparer: RequestPreparer) -> None:
     conversation = [{"role": "user", "content": "os"}, {"role": "assistant", "content": "impo"}]
     [none] = preparer.chats([conversation], rendering=Rendering(add_generation_prompt=False))
-    assert (none.prompt or "").endswith("impo<|im_end|>\n")
+    assert (none.text or "").endswith("impo<|im_end|>\n")
     continued = Rendering(add_generation_prompt=False, continue_final_message=True)
-    assert (preparer.chats([conversation], rendering=continued)[0].prompt or "").endswith("assistant\nimpo")
+    assert (preparer.chats([conversation], rendering=continued)[0].text or "").endswith("assistant\nimpo")
     with pytest.raises(RequestError, match="add_generation_prompt=false"):
         Rendering(continue_final_message=True)
 
@@ -151,7 +152,7 @@ def test_a_template_that_refuses_and_one_that_is_missing(tokenizer: Tokenizer, m
 
 def test_without_a_tokenizer_only_token_ids() -> None:
     preparer = RequestPreparer(None, vocab_size=10, max_model_len=20, seed=0)
-    assert preparer.prompts([{"prompt_token_ids": [1]}])[0].prompt_token_ids == [1]
+    assert preparer.prompts([{"prompt_token_ids": [1]}])[0].request.prompt_token_ids == [1]
     calls: list[Callable[[], object]] = [
         lambda: preparer.prompts(["text"]),
         lambda: preparer.chats([[{"role": "user", "content": "a"}]]),
@@ -193,7 +194,7 @@ def test_engines_of_one_seed_draw_different_seeds_by_their_names(tokenizer: Toke
     def seeds(name: str) -> list[int]:
         preparer = RequestPreparer(tokenizer, vocab_size=600, max_model_len=20, seed=1)
         preparer.draw_seeds_as(name)
-        return [p.seed for p in preparer.prompts(["a", "b"])]
+        return [p.request.seed for p in preparer.prompts(["a", "b"])]
 
     assert seeds("first") == seeds("first") != seeds("second")
 
@@ -225,5 +226,5 @@ def test_conversations_are_read_as_clients_send_them(preparer: RequestPreparer) 
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     sent = [{"role": "developer", "content": parts, "name": None}, {"role": "assistant", "content": None}]
     [prepared] = preparer.chats([sent])
-    assert prepared.prompt is not None
-    assert prepared.prompt.startswith("<|im_start|>system\na\nb<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n")
+    assert prepared.text is not None
+    assert prepared.text.startswith("<|im_start|>system\na\nb<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n")

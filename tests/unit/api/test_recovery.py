@@ -12,11 +12,12 @@ import pytest
 from fake_engine import FakeEngine
 
 from raypp.api.async_llm import AsyncLLM
-from raypp.api.client import EngineClient
+from raypp.api.engine_connection import EngineClient
 from raypp.api.llm import LLM
 from raypp.api.tokenizer import Tokenizer
-from raypp.client_messages import AddRequest, StatsCall
+from raypp.client_messages import StatsCall
 from raypp.errors import ConfigError, EngineDeadError, FatalRequestError, QueueFullError, StageDiedError
+from raypp.request import Request
 from raypp.types import RequestOutput, SamplingParams
 
 MakeEngine = Callable[..., FakeEngine]
@@ -26,7 +27,7 @@ NUM_TOKENS = 12
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS)
 
 
-def count_up(request: AddRequest) -> list[int]:
+def count_up(request: Request) -> list[int]:
     """Return tokens that differ by request and position."""
     return [10 + (7 * index + int(request.prompt_token_ids.sum()) + request.seed) % 250 for index in range(100)]
 
@@ -86,7 +87,7 @@ def test_a_stream_goes_on_where_it_was(
             engine.come_back()
             last = await reader.task
         first, again = engine.added
-        assert again.output_token_ids.tolist() == count_up(first)[:num_before]
+        assert again.output_token_ids == count_up(first)[:num_before]
         for name in ("request_id", "handle", "seed", "priority", "is_streamed", "eos_token_ids", "params"):
             assert getattr(first, name) == getattr(again, name), name
         assert again.goes_first == (num_before == 0), "what may have killed the engine must not wait for long"
@@ -107,7 +108,7 @@ def test_a_stream_goes_on_where_it_was(
 
 
 def test_unfinished_continuations_are_handed_over_one_by_one_in_the_old_order(make_engine: MakeEngine) -> None:
-    def script(request: AddRequest) -> list[int]:
+    def script(request: Request) -> list[int]:
         tokens = count_up(request)
         return [*tokens[:2], 2] if request.request_id.endswith("1") else tokens  # the second ends by itself
 

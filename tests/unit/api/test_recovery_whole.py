@@ -26,7 +26,7 @@ from raypp.driver.engine_loop import Engine
 from raypp.errors import EngineDeadError, FatalRequestError, StageDiedError
 from raypp.messages import StepPlan, StepResult
 from raypp.models.config import ModelConfig
-from raypp.scheduler.request import RequestUpdate
+from raypp.request import RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
 from raypp.stage.stage_spec import StageSpec
 from raypp.testing import FakeStage, launch_in_threads

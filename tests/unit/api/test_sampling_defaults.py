@@ -45,15 +45,15 @@ def test_they_hold_where_no_parameters_are_given(llm: LLM) -> None:
     assert dict(llm.sampling_defaults) == DEFAULTS
     assert llm.get_default_sampling_params() == SamplingParams(**DEFAULTS)
     [prepared] = llm._engine.preparer.prompts(["def main("])
-    assert prepared.params == SamplingParams(**DEFAULTS)
+    assert prepared.request.params == SamplingParams(**DEFAULTS)
     [prepared] = llm._engine.preparer.chats([[{"role": "user", "content": "hi"}]])
-    assert prepared.params == SamplingParams(**DEFAULTS)
+    assert prepared.request.params == SamplingParams(**DEFAULTS)
     assert len(llm.generate("def main(")[0].outputs[0].token_ids) == 3
 
 
 def test_parameters_that_are_given_hold_as_they_are(llm: LLM) -> None:
     [prepared] = llm._engine.preparer.prompts(["x"], SamplingParams())
-    assert prepared.params == SamplingParams()
+    assert prepared.request.params == SamplingParams()
     greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     with LLM("tiny", launch=launch_in_threads, **SETTINGS) as plain:
         assert not plain.sampling_defaults

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from raypp import request_limits as limits
+from raypp import sampling_params as limits
 from raypp.api.async_llm import AsyncLLM
 from raypp.api.llm import LLM
 from raypp.errors import RayppError, RequestError
@@ -147,7 +147,7 @@ def test_bad_words_are_written_as_the_tokenizer_writes_them(llm: LLM) -> None:
     preparer = llm._engine.preparer
     [prepared] = preparer.prompts(["x"], SamplingParams(bad_words=[" import"]))
     tokenizer = llm._engine.tokenizer
-    assert {tokenizer.decode(word) for word in prepared.bad_word_token_ids} == {"import", " import"}
+    assert {tokenizer.decode(word) for word in prepared.request.bad_word_token_ids} == {"import", " import"}
 
 
 BAD: list[tuple[str, Callable[[LLM], object]]] = [

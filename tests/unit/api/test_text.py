@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypp.api.detokenizer import Detokenizer
-from raypp.api.request_text import RequestText
-from raypp.api.stop import StopChecker
+from raypp.api.request_text import Detokenizer, RequestText, StopChecker
 from raypp.api.tokenizer import Tokenizer
 
 SPECIAL = b"<|end|>"

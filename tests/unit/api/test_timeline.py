@@ -7,8 +7,7 @@ import time
 import pytest
 
 from raypp.api.llm import LLM
-from raypp.api.memory_speed import gpu_memory_speed, measure_cpu_memory_speed
-from raypp.api.timeline import Forward, MemorySpeed, Timeline
+from raypp.api.timeline import Forward, MemorySpeed, Timeline, gpu_memory_speed, measure_cpu_memory_speed
 from raypp.errors import ConfigError
 from raypp.models.sizes import WeightReads
 from raypp.testing import launch_in_threads

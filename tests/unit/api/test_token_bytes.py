@@ -8,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vocabularies import KINDS, SENTENCEPIECE, WORDS, make_tokenizer
 
-from raypp.api.detokenizer import Detokenizer, TokenPlaces, prompt_places
-from raypp.api.output_logprobs import LogprobLists
-from raypp.api.request_text import RequestText
-from raypp.api.running_request import PreparedRequest, RunningRequest
+from raypp.api.request_text import Detokenizer, RequestText, TokenPlaces, prompt_places
+from raypp.api.running_request import LogprobLists, PreparedRequest, RunningRequest
 from raypp.api.tokenizer import Tokenizer
-from raypp.openai_api.from_outputs import ResponseHead, completion
-from raypp.openai_api.logprob_answers import TokenNames
+from raypp.openai_api.from_outputs import ResponseHead, TokenNames, completion
+from raypp.request import Request
 from raypp.types import FinishReason, Logprob, SamplingParams
 
 
@@ -136,7 +134,7 @@ def test_a_request_continues_its_prompt(tokenizers: dict[str, Tokenizer], kind: 
     prompt = [0, *tokens_of(tokenizer, "The capital of France")]
     tokens = [*tokens_of(tokenizer, "The capital of France is \U0001f336 Paris")[len(prompt) - 1 :], 1]
     params = SamplingParams(logprobs=1)
-    request = PreparedRequest("r", tokenizer.decode(prompt), np.array(prompt, np.int32), params)
+    request = PreparedRequest(Request("r", np.array(prompt, np.int32), params, seed=0), tokenizer.decode(prompt))
     running = RunningRequest(request, [1], tokenizer, stream=streams, on_change=lambda _: None)
     for token_id in tokens:
         reason = FinishReason.STOP if token_id == 1 else 0

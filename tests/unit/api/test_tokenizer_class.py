@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from raypp.api.tokenizer_class import tokenizer_class
+from raypp.api.tokenizer import tokenizer_class
 
 TINY = Path(__file__).parents[3] / "raypp" / "assets" / "tiny"
 TEXTS = [

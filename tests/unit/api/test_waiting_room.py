@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from raypp.api.frontend import WaitingRoom
 from raypp.api.running_request import PreparedRequest, RunningRequest
-from raypp.api.waiting_room import WaitingRoom
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import QueueFullError
+from raypp.request import Request
 from raypp.request_memory import REQUEST_BYTES
 from raypp.types import FinishReason, SamplingParams
 
@@ -19,7 +20,7 @@ ROOM = MAX_BYTES // (REQUEST_BYTES + PROMPT.nbytes)
 
 
 def running(name: str, num_continuations: int = 1) -> RunningRequest:
-    prepared = PreparedRequest(name, None, PROMPT, SamplingParams(n=num_continuations))
+    prepared = PreparedRequest(Request(name, PROMPT, SamplingParams(n=num_continuations), seed=0))
     return RunningRequest(prepared, range(num_continuations), None, stream=False, on_change=lambda _: None)
 
 

@@ -17,7 +17,7 @@ from raypp.cli.main import EntryPoints, main
 from raypp.config.engine_config import EngineConfig
 from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.errors import ConfigError
-from serve_app.settings import split_arguments
+from serve_app.app import split_arguments
 
 ROOT = Path(__file__).parents[3]
 

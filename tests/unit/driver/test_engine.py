@@ -6,8 +6,8 @@ import numpy as np
 
 from raypp.driver.engine_loop import Engine
 from raypp.messages import StepPlan, StepResult
+from raypp.request import Request
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.scheduler.request import Request
 from raypp.scheduler.scheduler import Scheduler
 from raypp.tracing import Tracer
 from raypp.types import FinishReason, SamplingParams

@@ -15,7 +15,7 @@ from raypp.errors import RequestError
 from raypp.grammar.grammar_threads import MAX_COMPILERS, CompileJob, Job, MaskJob, SlowMaskJob
 from raypp.grammar.vocabulary import Vocabulary
 from raypp.messages import MaskUpdate
-from raypp.scheduler.request import Request, RequestUpdate
+from raypp.request import Request, RequestUpdate
 from raypp.types import FinishReason, SamplingParams
 
 END = 255

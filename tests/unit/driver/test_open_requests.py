@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from raypp.driver.open_requests import OpenRequests
+from raypp.driver.server import OpenRequests
 from raypp.errors import QueueFullError, RequestError
 from raypp.prompt_items import EncoderItem, PromptItems
+from raypp.request import Request
 from raypp.request_memory import REQUEST_BYTES
-from raypp.scheduler.request import Request
 from raypp.types import SamplingParams
 
 PARAMS = SamplingParams()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from raypp.driver.outbox import Outbox
-from raypp.scheduler.request import Request, RequestUpdate
+from raypp.request import Request, RequestUpdate
 from raypp.types import FinishReason, SamplingParams
 
 

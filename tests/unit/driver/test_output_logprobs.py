@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypp.api.output_logprobs import LogprobLists, logprobs_per_request
+from raypp.api.running_request import LogprobLists, logprobs_per_request
 from raypp.driver.outbox import Outbox
 from raypp.messages import OutputBatch, TokenLogprobs, pack, unpack
-from raypp.scheduler.request import LogprobRows, Request, RequestUpdate
+from raypp.request import LogprobRows, Request, RequestUpdate
 from raypp.types import FinishReason, SamplingParams
 
 

@@ -16,7 +16,6 @@ import zmq
 
 from raypp.client_messages import (
     AbortRequests,
-    AddRequest,
     AddRequests,
     Alive,
     ClientMessage,
@@ -32,11 +31,11 @@ from raypp.client_messages import (
 )
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine_loop import Engine
-from raypp.driver.open_requests import OpenRequests
-from raypp.driver.server import DriverServer, open_client_socket
+from raypp.driver.server import DriverServer, OpenRequests, open_client_socket
 from raypp.driver.stage_health import FailureReports, StageHealth, Witness
 from raypp.errors import QueueFullError, StageDiedError
 from raypp.messages import NO_STEP, OutputBatch, StepPlan, StepResult, pack, unpack
+from raypp.request import Request
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.scheduler import Scheduler
 from raypp.stage.failure import describe_failure
@@ -64,15 +63,14 @@ class Client:
 
     def add(self, name: str, max_tokens: int = 4, *, begun: Sequence[int] = (), is_streamed: bool = True) -> None:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        request = AddRequest(
+        request = Request(
             name,
-            ord(name),
             np.array([1, 2, 3], np.int32),
             params,
             0,
-            (),
+            handle=ord(name),
             is_streamed=is_streamed,
-            output_token_ids=np.array(begun, np.int32),
+            output_token_ids=list(begun),
         )
         self.send(AddRequests([request]))
 
@@ -243,7 +241,9 @@ def test_what_goes_first_is_before_the_smallest_priority(make_rig):
     rig = make_rig()
     client = rig.client()
     params = SamplingParams(max_tokens=1, temperature=0.0)
-    requests = [AddRequest(name, ord(name), np.array([ord(name)], np.int32), params, 0, ()) for name in "abc"]
+    requests = [
+        Request(name, np.array([ord(name)], np.int32), params, 0, handle=ord(name), is_streamed=True) for name in "abc"
+    ]
     places = [{}, {"priority": -(2**31)}, {"priority": 9, "goes_first": True}]
     client.send(AddRequests([replace(r, **place) for r, place in zip(requests, places, strict=True)]))
     with ThreadPoolExecutor(1) as pool:
@@ -257,7 +257,16 @@ def test_what_can_never_run_is_rejected_and_the_rest_goes_on(make_rig):
     client = rig.client()
     client.send(
         AddRequests(
-            [AddRequest("long", 7, np.ones(64, np.int32), SamplingParams(max_tokens=4, temperature=0.0), 0, ())]
+            [
+                Request(
+                    "long",
+                    np.ones(64, np.int32),
+                    SamplingParams(max_tokens=4, temperature=0.0),
+                    0,
+                    handle=7,
+                    is_streamed=True,
+                )
+            ]
         )
     )
     rejected = client.next(Rejected)
@@ -412,7 +421,9 @@ def test_a_request_without_a_row_or_that_has_ended_is_not_in_flight(make_rig):
     rig = make_rig()
     client = rig.client()
     prompt, params = np.ones(3, np.int32), SamplingParams(max_tokens=50, temperature=0.0)
-    client.send(AddRequests([AddRequest(name, ord(name), prompt, params, 0, ()) for name in "abcdefghi"]))
+    client.send(
+        AddRequests([Request(name, prompt, params, 0, handle=ord(name), is_streamed=True) for name in "abcdefghi"])
+    )
     rig.wait_for(lambda: rig.scheduler.stats().num_running == 8)  # there are as many rows
     client.send(AbortRequests(["a"]))
     rig.wait_for(lambda: rig.num_unfinished == 8)

@@ -13,7 +13,7 @@ import pytest
 from machine_speed import slowness
 from waiting_requests import KINDS, describe, loaded_driver, make_request, measure
 
-from raypp.client_messages import AddRequest
+from raypp.request import Request
 from raypp.types import SamplingParams
 
 NUM_REQUESTS = int(os.environ.get("RAYPP_WAITING_REQUESTS", "200"))
@@ -46,7 +46,9 @@ def test_waiting_requests_hold_little_memory(kind):
 def test_a_flood_of_prompts_does_not_hold_up_a_step():
     prompt, params = np.zeros(8_000, np.int32), SamplingParams(max_tokens=4)
     with loaded_driver(num_rows=2) as driver:
-        driver.add_at_once([AddRequest(f"r{i}", 100 + i, prompt + i, params, i, ()) for i in range(100)])
+        driver.add_at_once(
+            [Request(f"r{i}", prompt + i, params, i, handle=100 + i, is_streamed=True) for i in range(100)]
+        )
         taken = [0]
         while taken[-1] < 100:
             num_steps = driver.scheduler.stats().num_steps

@@ -18,8 +18,7 @@ from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.error_bodies import describe_error, parse_body
-from raypp.openai_api.from_outputs import ResponseHead
-from raypp.openai_api.prepared import PreparedChat, PreparedCompletion
+from raypp.openai_api.from_outputs import PreparedChat, PreparedCompletion, ResponseHead
 from raypp.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 TINY = Path(raypp.__file__).parent / "assets" / "tiny"

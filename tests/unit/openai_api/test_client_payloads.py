@@ -96,7 +96,7 @@ def test_reasoning_has_two_names() -> None:
 def test_tools_may_have_notes() -> None:
     function = {"name": "f", "parameters": {"type": "object"}, "returns": {"type": "string"}}
     tools = [{"type": "function", "function": function, "cache_control": {"type": "ephemeral"}, "strict": None}]
-    [tool] = chat(tools=tools).template_kwargs()["tools"]
+    [tool] = chat(tools=tools).rendering().chat_template_kwargs["tools"]
     assert tool == {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 

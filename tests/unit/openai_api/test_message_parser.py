@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypp.openai_api.json_scanner import JsonScanner
+from raypp.openai_api.call_arguments import JsonScanner
 from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.syntaxes import HERMES_CALLS, LLAMA3_CALLS, THINK_TAGS
 

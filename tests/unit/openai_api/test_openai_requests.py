@@ -277,12 +277,12 @@ def test_functions_are_tools() -> None:
     functions = [FUNCTION["function"], {"name": "g"}]
     request = chat(functions=functions)
     tools = [{"type": "function", "function": function} for function in functions]
-    assert request.template_kwargs() == chat(tools=tools).template_kwargs()
+    assert request.rendering().chat_template_kwargs == chat(tools=tools).rendering().chat_template_kwargs
     forced, tool = chat(functions=functions, function_call={"name": "g"}), {"name": "g"}
     syntax = MessageSyntax(calls=HERMES_CALLS)
     same = chat(tools=tools, tool_choice={"type": "function", "function": tool}).sampling_params(100, syntax)
     assert forced.sampling_params(100, syntax) == same
-    assert chat(functions=functions, function_call="none").template_kwargs() == {}
+    assert chat(functions=functions, function_call="none").rendering().chat_template_kwargs == {}
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_functions_are_tools() -> None:
 )
 def test_functions_that_contradict_are_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        chat(**fields).template_kwargs()
+        chat(**fields).rendering()
     assert caught.value.param == param
 
 

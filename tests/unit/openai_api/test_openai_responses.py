@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from raypp.openai_api.from_outputs import ResponseHead, chat_completion, completion
-from raypp.openai_api.logprob_answers import TokenNames
+from raypp.openai_api.from_outputs import ResponseHead, TokenNames, chat_completion, completion
 from raypp.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
 
 HEAD = ResponseHead("id-1", 17, "tiny")

@@ -9,7 +9,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from raypp.openai_api.message_parser import MessageParser
-from raypp.openai_api.response_items import ResponseItems
+from raypp.openai_api.response_answer import ResponseItems
 from raypp.openai_api.syntaxes import HERMES_CALLS, THINK_TAGS
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

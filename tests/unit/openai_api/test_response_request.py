@@ -9,8 +9,8 @@ import pytest
 from raypp.errors import RequestError
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.error_bodies import BodyError, parse_body
+from raypp.openai_api.response_input import chat_tools, own_names
 from raypp.openai_api.response_request import ResponseRequest
-from raypp.openai_api.response_tools import chat_tools, own_names
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 FUNCTION = {"name": "f", "description": "Do it.", "parameters": SCHEMA, "strict": True}

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from raypp.errors import ConfigError
 from raypp.openai_api.message_parser import MessageParser
+from raypp.openai_api.syntax import begun_in, is_thought, num_thought_tokens
 from raypp.openai_api.syntaxes import CALL_SYNTAXES, THOUGHT_SYNTAXES, check_parsers, message_syntax
-from raypp.openai_api.thoughts import begun_in, is_thought, num_thought_tokens
 from raypp.types import CompletionOutput
 
 Message = tuple[str, str, list[tuple[str, str]]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raypp.ops.row_tokens import NO_TOKEN, RowTokens, StepTokens
-from raypp.request_limits import MAX_BAD_WORD_TOKENS
+from raypp.sampling_params import MAX_BAD_WORD_TOKENS
 from raypp.specdec.table_bytes import row_tokens_width, token_table_bytes
 
 

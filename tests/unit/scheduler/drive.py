@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from raypp.messages import StepPlan, StepResult
+from raypp.request import Request, RequestUpdate
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.scheduler.request import Request, RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
 from raypp.types import SamplingParams
 

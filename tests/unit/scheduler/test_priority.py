@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from drive import Pipeline, make_limits, make_request
 
-from raypp.scheduler.request import Request
+from raypp.request import Request
 from raypp.scheduler.request_state import RequestState
 from raypp.scheduler.scheduler import Scheduler
 from raypp.scheduler.waiting_queue import WaitingQueue

@@ -15,7 +15,7 @@ import pytest
 from running_app import RunningApp, running_app
 
 from raypp.openai_api.error_bodies import decode_json
-from serve_app import json_route
+from serve_app import middleware
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = {"role": "user", "content": "hello"}
@@ -91,7 +91,7 @@ def test_large_bodies_are_parsed_beside_the_event_loop(
         threads.append(threading.get_ident())
         return decode_json(raw)
 
-    monkeypatch.setattr(json_route, "decode_json", noting)
+    monkeypatch.setattr(middleware, "decode_json", noting)
     for size in (10, 1 << 19):
         http.post(TEXT, json={"prompt": "a", "max_tokens": 1, "user": "x" * size}).raise_for_status()
     small, large = threads

@@ -11,7 +11,7 @@ import ray
 
 from raypp.errors import EncoderDiedError
 from raypp.prompt_items import EncoderItem
-from serve_app.encoder import EncoderProxy
+from serve_app.replica import EncoderProxy
 
 
 class Method:

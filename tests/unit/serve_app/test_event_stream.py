@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raypp.errors import EngineDeadError, RequestError
-from serve_app.client_connection import KEEP_ALIVE, EventStream
+from serve_app.answers import KEEP_ALIVE, EventStream
 
 KEEP_ALIVE_S = 0.02
 

@@ -8,7 +8,7 @@ import pytest
 
 PROGRAM = """
 import re
-from serve_app.freed_memory import give_back_freed_memory
+from serve_app.replica import give_back_freed_memory
 
 def rss_mib():
     return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) >> 10

@@ -7,15 +7,55 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
 from running_app import RunningApp, running_app
 from test_status_routes import series
 
-from raypp.openai_api.responses import ChatCompletion, ChatCompletionChunk, Completion
+from raypp.openai_api.request_fields import OpenAIModel
+from raypp.openai_api.responses import ChatCompletion, ChatLogprobs, Completion, FinishReason, Usage
 from raypp.testing import FakeStage
+
+
+class Delta(OpenAIModel):
+    """What a chunk adds to a message."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """`reasoning_content` by vLLM's newer name."""
+    tool_calls: list[dict[str, Any]] | None = None
+    function_call: dict[str, Any] | None = None
+
+
+class ChunkChoice(OpenAIModel):
+    """What a chunk adds to one answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    """With `return_token_ids` (vLLM)."""
+
+
+class ChatCompletionChunk(OpenAIModel):
+    """A piece of a stream of answers."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    """Seconds since the epoch."""
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    """With `return_token_ids`, in the first chunk (vLLM)."""
+
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 HELLO = [{"role": "user", "content": "hello"}]

@@ -14,7 +14,7 @@ from raypp.api.tokenizer import Tokenizer
 from raypp.errors import RequestError
 from raypp.models.registry import resolve_model_path
 from raypp.openai_api.body_preparer import BodyPreparer
-from serve_app.error_answers import BodyTooLargeError
+from serve_app.answers import BodyTooLargeError
 from serve_app.http_app import OPEN_PATHS
 from serve_app.middleware import BodyLimit
 

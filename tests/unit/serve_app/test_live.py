@@ -15,7 +15,7 @@ import pytest
 from running_app import RunningApp
 
 from raypp.api.async_llm import AsyncLLM
-from serve_app.live import _SHOWN, LiveFeed
+from serve_app.metrics import _SHOWN, LiveFeed
 
 
 def frames_of(http: httpx.Client, count: int) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ def test_frames_show_what_the_stages_did(app: RunningApp, http: httpx.Client) ->
 def test_nothing_is_asked_when_nobody_looks(app: RunningApp, http: httpx.Client) -> None:
     assert len(frames_of(http, 3)) == 3
     live = app.context.live
-    app.wait_until(lambda: not live.num_viewers and live._task is None, "nobody looks and nothing is asked")
+    app.wait_until(lambda: not live.viewers and live._task is None, "nobody looks and nothing is asked")
 
 
 def test_viewers_share_what_is_asked(app: RunningApp) -> None:
@@ -56,8 +56,8 @@ def test_viewers_share_what_is_asked(app: RunningApp) -> None:
         one, two = (stack.enter_context(httpx.Client(base_url=app.url, timeout=30)) for _ in range(2))
         streams = [stack.enter_context(client.stream("GET", "/live")).iter_lines() for client in (one, two)]
         assert all(next(lines).startswith('data: {"time_us":') for lines in streams)
-        assert app.context.live.num_viewers == 2
-    app.wait_until(lambda: not app.context.live.num_viewers, "both have left")
+        assert len(app.context.live.viewers) == 2
+    app.wait_until(lambda: not app.context.live.viewers, "both have left")
 
 
 def test_a_wrong_number_of_frames_is_refused(http: httpx.Client) -> None:
@@ -83,7 +83,7 @@ def test_a_clock_that_is_set_back_hides_nothing(monkeypatch: pytest.MonkeyPatch)
             if len(asked_us) == 3:
                 now_s = 1000.0
 
-    monkeypatch.setattr("serve_app.live.time", SimpleNamespace(time=lambda: now_s, monotonic=time.monotonic))
+    monkeypatch.setattr("serve_app.metrics.time", SimpleNamespace(time=lambda: now_s, monotonic=time.monotonic))
     asyncio.run(look())
     assert asked_us[0] == 4999e6
     assert asked_us[-1] == 1000e6, "what comes after is asked for, not what came before"

@@ -8,34 +8,32 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from deltas import deltas_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from raypp.api.picture_prompts import EncodedPrompt
-from raypp.api.running_completion import RunningCompletion
+from raypp.api.running_request import RunningCompletion
 from raypp.messages import NO_INT32S
 from raypp.openai_api.anthropic_answer import PreparedMessage
 from raypp.openai_api.anthropic_request import MessagesRequest
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.error_bodies import decode_json, parse_body
-from raypp.openai_api.from_outputs import ResponseHead
+from raypp.openai_api.from_outputs import PreparedChat, ResponseHead
 from raypp.openai_api.message_parser import MessageParser
-from raypp.openai_api.prepared import PreparedChat
 from raypp.openai_api.response_answer import PreparedResponse
 from raypp.openai_api.response_request import ResponseRequest
 from raypp.openai_api.syntax import MessageSyntax
 from raypp.openai_api.syntaxes import CALL_SYNTAXES, THOUGHT_SYNTAXES
 from raypp.types import FinishReason, RequestMetrics, RequestOutput
-from serve_app.chunks import ChunkWriter
-from serve_app.message_events import MessageEventWriter
-from serve_app.response_events import ResponseEventWriter
+from serve_app.chunks import ChunkWriter, MessageEventWriter, ResponseEventWriter
 
 HELLO = {"role": "user", "content": "hello"}
 SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}, "n": {"type": ["integer", "null"]}}}
@@ -160,12 +158,8 @@ def output_of(completion: RunningCompletion) -> RequestOutput:
 def streamed(writer: Any, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
     """Return the events that a writer makes of them."""
 
-    async def given() -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        for output in outputs:
-            yield 0, output
-
     async def written() -> str:
-        return "".join([event async for event in writer.events(given())])
+        return "".join([event async for event in writer.events(deltas_of(outputs))])
 
     found = re.findall(r"^data: (\{.*)$", asyncio.run(written()), re.MULTILINE)
     return [decode_json(event.encode()) for event in found]

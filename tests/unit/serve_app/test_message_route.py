@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import anthropic.types
 import httpx
 import pytest
+from deltas import deltas_of
 from running_app import RunningApp, running_app
 from test_event_stream import KEEP_ALIVE_S, Client
 from test_responses import dying, output_of
@@ -20,8 +21,8 @@ from raypp.openai_api.anthropic_request import MessagesRequest
 from raypp.openai_api.error_bodies import parse_body
 from raypp.openai_api.from_outputs import ResponseHead
 from raypp.types import RequestOutput
-from serve_app.client_connection import KEEP_ALIVE, EventStream
-from serve_app.message_events import MessageEventWriter
+from serve_app.answers import KEEP_ALIVE, EventStream
+from serve_app.chunks import MessageEventWriter
 
 SAMPLED = {"temperature": 1.0, "seed": 5, "ignore_eos": True}
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -215,11 +216,8 @@ def test_a_stream_tells_the_whole_message(
     head, outputs = ResponseHead.new("msg_", "tiny"), outputs_of(text, num_chars, *ended)
 
     async def streamed() -> str:
-        async def given() -> AsyncGenerator[tuple[int, RequestOutput], None]:
-            for output in outputs:
-                yield 0, output
-
-        return "".join([events async for events in MessageEventWriter(head, prepared).events(given())])
+        writer = MessageEventWriter(head, prepared)
+        return "".join([events async for events in writer.events(deltas_of(outputs))])
 
     message = prepared.response(head, [outputs[-1]]).model_dump()
     assert [block["type"] for block in message["content"]] == kinds

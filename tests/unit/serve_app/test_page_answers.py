@@ -14,8 +14,8 @@ from fastapi import FastAPI
 from page_browser import TIMEOUT_MS, launched_browser, needs_chromium
 from starlette.testclient import TestClient
 
-from serve_app.context import AppContext
-from serve_app.routes.page import page_routes
+from serve_app.routes.status import page_routes
+from serve_app.runner import AppContext
 
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect

@@ -17,7 +17,7 @@ from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.pictures.fetch import Fetcher, TimedLookups
 from raypp.pictures.reader import PictureReader
-from serve_app.reading_gate import ReadingGate
+from serve_app.runner import ReadingGate
 
 TEXT = {"type": "text", "text": "What?"}
 ADDRESS = {"type": "image_url", "image_url": {"url": "http://slow.example/a.png"}}

@@ -14,9 +14,9 @@ import pytest
 from ray.serve._private.common import StreamingHTTPRequest
 from starlette.types import Message, Receive, Scope, Send
 
-from serve_app import prefix_choice, prefix_router
-from serve_app.prefix_choice import PrefixChoice
+from serve_app import prefix_router
 from serve_app.prefix_keys import MAX_PREFIX_BYTES, SCOPE_KEY, PrefixKeys, covered_bytes, prefix_keys, want_keys
+from serve_app.prefix_router import PrefixChoice
 
 CHAT = "/v1/chat/completions"
 
@@ -147,7 +147,7 @@ def test_what_a_dead_replica_had_goes_on_at_the_others() -> None:
 
 
 def test_what_is_remembered_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_choice, "MAX_KEYS", 40)
+    monkeypatch.setattr(prefix_router, "MAX_KEYS", 40)
     choosing = Choosing("a", "b")
     for seed in range(50):
         choosing.ask(chat(text(4000, seed), "question"))

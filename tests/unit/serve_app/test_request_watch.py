@@ -8,7 +8,7 @@ import pytest
 from test_status_routes import series
 
 from raypp.types import CompletionOutput, RequestMetrics, RequestOutput
-from serve_app.metrics import EngineMetrics
+from serve_app.metrics import EngineMetrics, RequestWatch
 
 FINISHED = "raypp_requests_finished_total|reason="
 
@@ -41,7 +41,7 @@ def ends(metrics: EngineMetrics) -> dict[str, float]:
 
 
 def test_whole_outputs_are_measured_from_the_requests_arrival(metrics: EngineMetrics) -> None:
-    watch = metrics.watch(started_s=50.0, num_sequences=2)
+    watch = RequestWatch(metrics, started_s=50.0, num_sequences=2)
     watch.see_whole(output_of("length", "stop"), submitted_s=50.5)
     watch.close()
     seen = series(metrics.exposition({}))
@@ -58,10 +58,10 @@ def test_whole_outputs_are_measured_from_the_requests_arrival(metrics: EngineMet
 
 
 def test_streamed_outputs_are_measured_as_they_come(metrics: EngineMetrics) -> None:
-    watch = metrics.watch(time.monotonic() - 4.0, num_sequences=1)
+    watch = RequestWatch(metrics, time.monotonic() - 4.0, num_sequences=1)
     watch.see(output_of(None, num_tokens=1))
-    watch.see(output_of(None, num_tokens=3))
-    watch.see(output_of("stop", num_tokens=5))
+    watch.see(output_of(None, num_tokens=2))
+    watch.see(output_of("stop", num_tokens=2))
     watch.close()
     seen = series(metrics.exposition({}))
     for name, count in (
@@ -77,11 +77,11 @@ def test_streamed_outputs_are_measured_as_they_come(metrics: EngineMetrics) -> N
 
 
 def test_every_sequence_ends_once_and_for_one_reason(metrics: EngineMetrics) -> None:
-    metrics.watch(0.0, num_sequences=3).close()
+    RequestWatch(metrics, 0.0, num_sequences=3).close()
     assert ends(metrics) == {"abort": 3}
-    metrics.watch(0.0, num_sequences=2).close("error")
+    RequestWatch(metrics, 0.0, num_sequences=2).close("error")
     assert ends(metrics) == {"abort": 3, "error": 2}
-    left = metrics.watch(0.0, num_sequences=2)
+    left = RequestWatch(metrics, 0.0, num_sequences=2)
     left.see(output_of("stop", None))
     left.close()
     assert ends(metrics) == {"abort": 4, "error": 2, "stop": 1}

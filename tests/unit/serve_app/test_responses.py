@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from deltas import deltas_of
 from openai.types.responses import Response, ResponseStreamEvent
 from openai_tools import HELLO, SILENT, Event, GetWeather, Ping
 from pydantic import TypeAdapter
@@ -20,12 +21,12 @@ from raypp.errors import EngineDeadError
 from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.error_bodies import parse_body
 from raypp.openai_api.from_outputs import ResponseHead
-from raypp.openai_api.response_object import ResponseObject
+from raypp.openai_api.response_answer import ResponseObject
 from raypp.openai_api.response_request import ResponseRequest
 from raypp.testing import FakeStage
 from raypp.types import CompletionOutput, RequestMetrics, RequestOutput
-from serve_app.client_connection import KEEP_ALIVE, EventStream
-from serve_app.response_events import ResponseEventWriter
+from serve_app.answers import KEEP_ALIVE, EventStream
+from serve_app.chunks import ResponseEventWriter
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 SAMPLED = {"temperature": 1.0, "seed": 5, "ignore_eos": True}
@@ -280,8 +281,8 @@ def output_of(text: str) -> RequestOutput:
 
 async def dying(*texts: str, after: float = 0) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     await asyncio.sleep(after)
-    for text in texts:
-        yield 0, output_of(text)
+    async for delta in deltas_of(map(output_of, texts)):
+        yield delta
     raise EngineDeadError("the engine died")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from raypp.config.http_settings import HttpSettings
 from raypp.errors import ConfigError
-from serve_app.settings import split_arguments
+from serve_app.app import split_arguments
 
 
 def test_text_is_read_as_what_it_spells() -> None:

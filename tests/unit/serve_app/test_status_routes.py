@@ -17,9 +17,8 @@ from running_app import RunningApp, running_app
 
 import raypp
 from raypp.testing import FakeStage
-from serve_app import ray_metrics
-from serve_app.metrics import EngineMetrics, busy_shares, merge
-from serve_app.vllm_metrics import VLLM_NAMES
+from serve_app import replica
+from serve_app.metrics import VLLM_NAMES, EngineMetrics, busy_shares, merge
 
 
 def series(text: str) -> dict[str, float]:
@@ -160,10 +159,10 @@ def test_rays_metrics_are_those_of_the_exposition(monkeypatch: pytest.MonkeyPatc
 
         set = inc
 
-    monkeypatch.setattr(ray_metrics, "Counter", Instrument)
-    monkeypatch.setattr(ray_metrics, "Gauge", Instrument)
+    monkeypatch.setattr(replica, "Counter", Instrument)
+    monkeypatch.setattr(replica, "Gauge", Instrument)
     metrics = EngineMetrics("tiny", "a")
-    view, mirror = metrics.view(), ray_metrics.RayMetrics()
+    view, mirror = metrics.view(), replica.RayMetrics()
 
     def stats(num_steps: int) -> dict[str, object]:
         return {"num_steps": num_steps, "num_running": 3, "active_s": 0.0, "stages": []}

@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = """
 import threading
-from serve_app.stop_signals import StopSignals
+from serve_app.run import StopSignals
 
 with StopSignals() as stop:
     stop.is_connected, stop.has_started = {connected}, {started}

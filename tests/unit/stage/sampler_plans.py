@@ -9,10 +9,10 @@ import torch
 
 from raypp.messages import StepPlan, pack, unpack
 from raypp.ops.row_tokens import RowTokens, StepTokens
+from raypp.request import Request
 from raypp.row_params import Needs
 from raypp.scheduler.ending import end_token_ids
 from raypp.scheduler.plan_builder import build_plan
-from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
 from raypp.scheduler.running import Chunk, Cohort, InFlightStep
 from raypp.stage.stage_spec import StageSpec

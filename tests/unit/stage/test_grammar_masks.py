@@ -13,8 +13,8 @@ from raypp.messages import MaskUpdate, StepPlan
 from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.adjust import adjusted
 from raypp.ops.sample.tables import FREE, Adjustments, StepMasks, hold
+from raypp.request import Request
 from raypp.row_params import Needs
-from raypp.scheduler.request import Request
 from raypp.stage.grammar_masks import GrammarMasks, body_mark
 from raypp.stage.step_batch import StepBatch, graph_batch
 from raypp.stage.step_end import EndInputs, StepEnd

@@ -11,8 +11,8 @@ from raypp import row_params
 from raypp.encoder.protocol import EncodedItem
 from raypp.messages import NO_BYTES, StepForm, StepPlan
 from raypp.prompt_items import EncoderItem, PromptItems
+from raypp.request import Request
 from raypp.scheduler.plan_builder import pack_start_items
-from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
 from raypp.stage.step_batch import StepBatches, graph_batch
 from raypp.stage.step_items import ItemRows, ItemStore, carried_rows, place_items, received_deepstack

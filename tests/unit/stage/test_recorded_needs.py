@@ -13,7 +13,7 @@ from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.messages import Unrecorded
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.request_limits import MAX_BIASED_TOKENS
+from raypp.sampling_params import MAX_BIASED_TOKENS
 from raypp.stage.full_graphs import FullGraphs
 from raypp.stage.step_sizes import StepPadding
 from raypp.testing import LocalEngine, build_local_pipeline

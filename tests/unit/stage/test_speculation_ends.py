@@ -9,7 +9,7 @@ import pytest
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.scheduler.request import Request
+from raypp.request import Request
 from raypp.testing import FakeStage, LocalEngine
 from raypp.types import FinishReason, SamplingParams
 
