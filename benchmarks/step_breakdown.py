@@ -1,8 +1,9 @@
 """Where a stage's seconds go: what it computed, in which kinds of steps, and how long it waited, for whom.
 
 A step decodes, computes prompts, or both (mixed); its layers ran as one CUDA graph (full graph), as graphs between
-attention calls (piecewise), or operation by operation (eager). A stage that computes nothing waits either while another one computes, which
-is the bubble that steps of equal time would avoid, or while none does: for a host, or because there is no request.
+attention calls (piecewise), or operation by operation (eager). A stage that computes nothing waits either while another
+one computes, which is the bubble that steps of equal time would avoid, or while none does: for a host, or because there
+is no request.
 """
 
 from __future__ import annotations
