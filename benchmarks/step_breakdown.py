@@ -1,8 +1,9 @@
 """Where a stage's seconds go: what it computed, in which kinds of steps, and how long it waited, for whom.
 
-A step decodes, computes prompts, or both (mixed); its layers ran as one recording, as recorded pieces between attention
-calls, or operation by operation (called). A stage that computes nothing waits either while another one computes, which
-is the bubble that steps of equal time would avoid, or while none does: for a host, or because there is no request.
+A step decodes, computes prompts, or both (mixed); its layers ran as one CUDA graph (full graph), as graphs between
+attention calls (piecewise), or operation by operation (eager). A stage that computes nothing waits either while another
+one computes, which is the bubble that steps of equal time would avoid, or while none does: for a host, or because there
+is no request.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ Span = tuple[int, int]  # from, until, microseconds
 
 
 def kind_of(forward: Forward) -> str:
-    """Return what a step was made of and how its layers ran: decode, recorded."""
+    """Return what a step was made of and how its layers ran: decode, full graph."""
     work = forward.work
     made_of = "mixed" if work.num_decode_rows and work.num_prompt_tokens else "decode" if work.num_decode_rows else ""
-    return f"{made_of or 'prompts'}, {StepForm(forward.form).name.lower()}"
+    return f"{made_of or 'prompts'}, {StepForm(forward.form).name.lower().replace('_', ' ')}"
 
 
 def breakdown(forwards: Sequence[Forward], limits: Sequence[StageLimit]) -> dict[str, Any]:

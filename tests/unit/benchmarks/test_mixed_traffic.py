@@ -106,14 +106,14 @@ def test_every_second_is_somewhere():
         assert stage["waiting_beside_another_s"] == pytest.approx(beside / 1e6)
         assert stage["waiting_with_all_s"] == pytest.approx(idle / 1e6)
         assert sum(of["seconds"] for of in stage["steps"].values()) == pytest.approx(computing / 1e6)
-        assert set(stage["steps"]) == {"prompts, called", "mixed, called", "decode, recorded"}
+        assert set(stage["steps"]) == {"prompts, eager", "mixed, eager", "decode, full graph"}
     assert figures["slowest_stages_s"] == pytest.approx(400e-6)
     assert figures["bubble_fraction"] == pytest.approx(1 - (200 + 300) / 1000)
     assert len(table(figures)) == 1 + 2 * 4
     rows = list(seconds_table({"some": [{"steps": figures}]}))
     assert len(rows) == 2 + 2 * (3 + 2 + 1)
     assert len({row.count("|") for row in rows}) == 1
-    assert rows[2].startswith("| some | 0 | decode, recorded | 1 | 0.00 | 0.1 (0.1) | 3.0 | 0 |")
+    assert rows[2].startswith("| some | 0 | decode, full graph | 1 | 0.00 | 0.1 (0.1) | 3.0 | 0 |")
     assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from raypp.errors import DeadlineError, EngineDeadError, StageDiedError
 from raypp.messages import Bools, Bytes, Float32s, Int32s, Int64s, StageReport, StepPlan, StepResult, pack, unpack
+from raypp.row_params import DTYPE, RowParams
 from raypp.stage.failure import read_failure
 from raypp.stage.loop import run_stage_loop
 from raypp.stage.step_result import PendingResult
@@ -30,7 +31,14 @@ def _plan(step_id: int) -> StepPlan:
     """Return a plan without rows."""
     hints = get_type_hints(StepPlan)
     values: dict[str, Any] = {f.name: 0 for f in fields(StepPlan) if hints[f.name] is int}
-    dtypes = {Int32s: np.int32, Int64s: np.int64, Float32s: np.float32, Bools: np.bool_, Bytes: np.uint8}
+    dtypes: dict[Any, Any] = {
+        Int32s: np.int32,
+        Int64s: np.int64,
+        Float32s: np.float32,
+        Bools: np.bool_,
+        Bytes: np.uint8,
+    }
+    dtypes |= {Bytes: np.uint8, RowParams: DTYPE}
     arrays = {f.name: np.empty(0, dtypes[hints[f.name]]) for f in fields(StepPlan) if f.name not in values}
     return StepPlan(**{**values, "step_id": step_id}, **arrays)
 
