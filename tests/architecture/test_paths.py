@@ -27,34 +27,34 @@ from raypp.stage.stage_spec import GraphSpec
 from raypp.testing import LocalEngine, build_local_pipeline
 from raypp.types import SamplingParams
 
-# (files, functions). Aims: an eager step (30, 130), a full graph (24, 95), a chat 70 files.
-MAX_EAGER = (55, 199)
-MAX_FULL_GRAPH = (42, 133)
+# (files, functions)
+MAX_EAGER = (30, 130)
+MAX_FULL_GRAPH = (24, 95)
 MAX_CHAT = (100, 725)
 
 # Statements, docstrings aside. Aims: 26,300 in raypp, 2,100 in serve_app. A larger budget is a decision: say why.
 MAX_STATEMENTS = {
-    "raypp": 1_280,  # modules of no package; the request, which was the scheduler's, among them
-    "raypp/actors": 1_930,
+    "raypp": 1_310,  # modules of no package; the request, which was the scheduler's, among them
+    "raypp/actors": 1_780,
     "raypp/api": 2_350,
-    "raypp/batch_job": 952,
-    "raypp/cli": 951,
-    "raypp/config": 576,
-    "raypp/driver": 1_119,
-    "raypp/encoder": 621,
-    "raypp/grammar": 1_390,
-    "raypp/graphs": 418,
-    "raypp/models": 2_100,
+    "raypp/batch_job": 860,
+    "raypp/cli": 1_010,
+    "raypp/config": 570,
+    "raypp/driver": 1_070,
+    "raypp/encoder": 580,
+    "raypp/grammar": 1_470,
+    "raypp/graphs": 420,
+    "raypp/models": 2_000,
     "raypp/openai_api": 2_640,
-    "raypp/ops": 4_523,
-    "raypp/pictures": 725,
-    "raypp/plan": 1_354,
-    "raypp/scheduler": 1_640,
-    "raypp/specdec": 240,
-    "raypp/stage": 2_441,
-    "raypp/supervision": 258,
-    "raypp/testing": 562,
-    "raypp/transport": 1_372,
+    "raypp/ops": 4_370,
+    "raypp/pictures": 690,
+    "raypp/plan": 1_240,
+    "raypp/scheduler": 1_570,
+    "raypp/specdec": 230,
+    "raypp/stage": 2_290,
+    "raypp/supervision": 260,
+    "raypp/testing": 370,
+    "raypp/transport": 1_280,
     "serve_app": 2_100,
 }
 
