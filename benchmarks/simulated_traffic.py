@@ -39,7 +39,7 @@ from raypp.plan.speculation_plan import draft_cost
 from raypp.request import Request
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.scheduler import Scheduler
-from raypp.scheduler.step_predictor import (
+from raypp.scheduler.step_budget import (
     RooflineCost,
     StageTimes,
     StepPredictor,

@@ -39,8 +39,7 @@ from raypp.client_messages import (
     OpenClient,
     encode_client_message,
 )
-from raypp.driver.channel_pipeline import ChannelPipeline
-from raypp.driver.engine_loop import Engine
+from raypp.driver.engine_loop import ChannelPipeline, Engine
 from raypp.driver.grammars import Grammars
 from raypp.driver.item_encoders import ItemEvent
 from raypp.driver.server import DriverServer, OpenRequests, open_client_socket, spare_the_collector

@@ -19,8 +19,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, Self, get_type_hints
 
-from raypp.errors import RequestError
-from raypp.nearest_name import refusing_unknown
+from raypp.errors import RequestError, refusing_unknown
 from raypp.structured_outputs import as_structured_outputs
 
 # What one request may bring at most, where the model sets no limit: the engine keeps rare parameters in tables that are

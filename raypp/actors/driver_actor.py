@@ -16,8 +16,7 @@ from raypp.actors.placement import Placement
 from raypp.actors.processes import ActorProcess, live_with
 from raypp.actors.stage_group import StageGroup
 from raypp.config.env import log_to_stderr
-from raypp.driver.channel_pipeline import ChannelPipeline
-from raypp.driver.engine_loop import Engine
+from raypp.driver.engine_loop import ChannelPipeline, Engine
 from raypp.driver.grammars import Grammars
 from raypp.driver.server import DriverServer, OpenRequests, open_client_socket, spare_the_collector
 from raypp.driver.stage_health import FailureReports, StageHealth, Witness

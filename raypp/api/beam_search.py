@@ -12,8 +12,7 @@ from typing import Literal
 import numpy as np
 
 from raypp.api.picture_prompts import EncodedPrompt
-from raypp.errors import RequestError
-from raypp.nearest_name import refusing_unknown
+from raypp.errors import RequestError, refusing_unknown
 from raypp.types import Logprobs, RequestOutput, SamplingParams
 
 

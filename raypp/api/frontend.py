@@ -39,8 +39,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.errors import DeadlineError, EngineDeadError, RayppError, RequestError, StageDiedError
 from raypp.messages import OutputBatch
 from raypp.prompt_items import unique_items
-from raypp.request import Request
-from raypp.request_memory import REQUEST_BYTES, RequestMemory
+from raypp.request import REQUEST_BYTES, Request, RequestMemory
 from raypp.supervision.supervisor import Recovery
 from raypp.types import RequestOutput
 

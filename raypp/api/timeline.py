@@ -22,7 +22,7 @@ from raypp.errors import ConfigError, install
 from raypp.messages import StepForm
 from raypp.models.sizes import WeightReads
 from raypp.plan.hardware import Hardware
-from raypp.scheduler.step_predictor import StepWork
+from raypp.scheduler.step_budget import StepWork
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

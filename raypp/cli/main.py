@@ -26,8 +26,7 @@ from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.config.names import OF_THE_SERVER
 from raypp.config.options import ADDRESS_SETTINGS, ENGINE_SETTINGS, HTTP_SETTINGS
 from raypp.config.other_engines import OF_OTHER_ENGINES, SHORT_OF_OTHER_ENGINES
-from raypp.errors import ConfigError, RayppError, install
-from raypp.nearest_name import nearest_name
+from raypp.errors import ConfigError, RayppError, install, nearest_name
 from raypp.types import SamplingParams
 
 _EXIT_USER_ERROR = 2

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from raypp.config.options import VARIABLES
-from raypp.errors import ConfigError
-from raypp.nearest_name import nearest_name
+from raypp.errors import ConfigError, nearest_name
 
 _LOG = logging.getLogger(__name__)
 _PREFIX = "RAYPP_"

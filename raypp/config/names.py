@@ -20,8 +20,7 @@ from raypp.config.sections import (
     Section,
     SpeculativeSection,
 )
-from raypp.errors import ConfigError, page
-from raypp.nearest_name import nearest_name
+from raypp.errors import ConfigError, nearest_name, page
 
 SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
     {

@@ -40,14 +40,12 @@ from raypp.client_messages import (
     decode_client_message,
     encode_driver_message,
 )
-from raypp.driver.channel_pipeline import ChannelPipeline
-from raypp.driver.engine_loop import DraftLog, Engine
+from raypp.driver.engine_loop import ChannelPipeline, DraftLog, Engine
 from raypp.driver.outbox import Outbox
 from raypp.driver.stage_health import BLAME_S, FailureReports, StageHealth, Witness
 from raypp.errors import QueueFullError, RayppError, RequestError
 from raypp.prompt_items import EncoderItem
-from raypp.request import Request, RequestUpdate
-from raypp.request_memory import RequestMemory
+from raypp.request import Request, RequestMemory, RequestUpdate
 from raypp.types import FinishReason
 
 _SMALL_ARRAY_BYTES = 1 << 14

@@ -23,8 +23,8 @@ from raypp.errors import (
     QueueFullError,
     RayppError,
     RequestError,
+    nearest_name,
 )
-from raypp.nearest_name import nearest_name
 from raypp.openai_api.foreign_fields import ForeignField
 from raypp.openai_api.request_fields import PATTERNS_IN_WORDS, BodyModel, OpenAIModel
 

@@ -17,10 +17,14 @@ from pydantic_core import from_json
 from raypp.api.conversation import arguments_object
 from raypp.openai_api.call_arguments import (
     ArgumentsReader,
+    CallSyntax,
+    Found,
     JsonArguments,
     JsonScanner,
+    MarkFinder,
+    ThoughtSyntax,
+    marks,
 )
-from raypp.openai_api.syntax import CallSyntax, Found, MarkFinder, ThoughtSyntax, marks
 
 _HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'

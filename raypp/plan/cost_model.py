@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import LayerSize, kv_bytes_per_token_per_layer, layer_sizes, lm_head_bytes
-from raypp.scheduler.step_predictor import RooflineCost, StageTimes
+from raypp.scheduler.step_budget import RooflineCost, StageTimes
 
 FREE_STEP_TOKENS = {"cuda": 184, "cpu": 12}
 """Tokens that take as long to compute as to read what they are multiplied by, by device: measured, see

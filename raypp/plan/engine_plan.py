@@ -36,7 +36,7 @@ from raypp.plan.stage_memory import (
 )
 from raypp.scheduler.drafts import DraftPolicy
 from raypp.scheduler.limits import STEPS_PER_COHORT, SchedulerLimits
-from raypp.scheduler.step_predictor import StepPredictor
+from raypp.scheduler.step_budget import StepPredictor
 from raypp.stage.stage_spec import NUM_PADDING_ROWS, GraphSpec, StageSpec
 
 _LINK_MARGIN_S = 5.0  # the driver, which sees all stages, names the frozen one before a neighbour gives up

@@ -16,7 +16,7 @@ from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes, tota
 from raypp.plan.cost_model import FREE_STEP_TOKENS, step_duration
 from raypp.plan.hardware import Hardware
 from raypp.scheduler.drafts import AdaptiveDrafts, DraftPolicy, FixedDrafts
-from raypp.scheduler.step_predictor import RooflineCost
+from raypp.scheduler.step_budget import RooflineCost
 from raypp.specdec.table_bytes import row_tokens_width, token_table_bytes, widest_window
 from raypp.stage.stage_spec import NUM_PADDING_ROWS, DraftHeadSpec
 

@@ -20,7 +20,7 @@ from raypp.messages import StepResult
 from raypp.request import DraftCounts
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.running import Cohort, InFlightStep
-from raypp.scheduler.step_predictor import RooflineCost
+from raypp.scheduler.step_budget import RooflineCost
 
 _MEMORY = 0.9
 """The weight of an observation after one more step of its cohort: about ten steps are remembered."""

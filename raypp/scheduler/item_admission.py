@@ -19,8 +19,7 @@ from raypp.encoder.lru_cache import LruCache
 from raypp.errors import RayppError, RequestError
 from raypp.prompt_items import EncoderItem, unique_items
 from raypp.request import Request
-from raypp.scheduler.request_state import ItemPin, RequestState
-from raypp.scheduler.waiting_queue import WaitingQueue
+from raypp.scheduler.request_state import ItemPin, RequestState, WaitingQueue
 
 _ITEMS_AT_ONCE = 64
 """Items of requests that leave the held ones in one call. Thousands may wait for the same image."""

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 
 from raypp.scheduler.kv_blocks import KvBlocks
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.scheduler.request_state import RequestState
+from raypp.scheduler.request_state import RequestState, WaitingQueue
 from raypp.scheduler.running import Chunk, RunningRequests
 from raypp.scheduler.scheduler_stats import Counters
-from raypp.scheduler.step_budget import StepBudget, Waiting
-from raypp.scheduler.step_predictor import StepPredictor, StepWork, prompt_pairs
-from raypp.scheduler.waiting_queue import WaitingQueue
+from raypp.scheduler.step_budget import StepBudget, StepPredictor, StepWork, Waiting, prompt_pairs
+
+"""Whether it has no claim to go first, priority, whether it begins here, and arrival. The smallest is served first.
+
+No two requests have the same.
+"""
 
 
 class PrefillChooser:

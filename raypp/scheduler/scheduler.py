@@ -18,17 +18,23 @@ from raypp.errors import RayppError, RequestError
 from raypp.messages import NO_BYTES, StepPlan, StepResult
 from raypp.request import Request, RequestUpdate
 from raypp.scheduler.drafts import DraftControl, DraftPolicy, FixedDrafts
-from raypp.scheduler.ending import StepLogprobsReader, check_begun, end_token_ids, token_limit
 from raypp.scheduler.item_admission import ItemAdmission, item_error
 from raypp.scheduler.kv_blocks import KvBlocks
 from raypp.scheduler.limits import MAX_MASK_WAIT_US, STEPS_PER_COHORT, SchedulerLimits
 from raypp.scheduler.plan_builder import build_plan
 from raypp.scheduler.prefill import PrefillChooser
-from raypp.scheduler.request_state import NO_ROW, RequestState
+from raypp.scheduler.request_state import (
+    NO_ROW,
+    RequestState,
+    StepLogprobsReader,
+    WaitingQueue,
+    check_begun,
+    end_token_ids,
+    token_limit,
+)
 from raypp.scheduler.running import Chunk, Cohort, InFlightStep, InFlightSteps, RunningRequests
 from raypp.scheduler.scheduler_stats import Counters, SchedulerStats
-from raypp.scheduler.step_predictor import RooflineCost, StageTimes, StepPredictor
-from raypp.scheduler.waiting_queue import WaitingQueue
+from raypp.scheduler.step_budget import RooflineCost, StageTimes, StepPredictor
 from raypp.types import FinishReason
 
 _NO_DRAFTS = FixedDrafts(0)

@@ -15,8 +15,7 @@ from typing import Any
 import zmq
 
 from raypp.config.engine_config import EngineConfig
-from raypp.driver.channel_pipeline import ChannelPipeline
-from raypp.driver.engine_loop import Engine
+from raypp.driver.engine_loop import ChannelPipeline, Engine
 from raypp.driver.grammars import Grammars
 from raypp.driver.server import DriverServer, OpenRequests, open_client_socket
 from raypp.driver.stage_health import FailureReports, StageHealth, Witness

@@ -30,7 +30,7 @@ from raypp.types import SamplingParams
 # (files, functions)
 MAX_EAGER = (30, 130)
 MAX_FULL_GRAPH = (24, 95)
-MAX_CHAT = (100, 725)
+MAX_CHAT = (75, 640)
 
 # Statements, docstrings aside. Aims: 26,300 in raypp, 2,100 in serve_app. A larger budget is a decision: say why.
 MAX_STATEMENTS = {

@@ -21,8 +21,7 @@ import torch
 from raypp.api.async_llm import AsyncLLM
 from raypp.api.engine_connection import EngineConnection
 from raypp.client_messages import AddRequests, ClientMessage
-from raypp.driver.channel_pipeline import ChannelPipeline
-from raypp.driver.engine_loop import Engine
+from raypp.driver.engine_loop import ChannelPipeline, Engine
 from raypp.errors import EngineDeadError, FatalRequestError, StageDiedError
 from raypp.messages import StepPlan, StepResult
 from raypp.models.config import ModelConfig

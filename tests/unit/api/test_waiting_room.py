@@ -9,8 +9,7 @@ from raypp.api.frontend import WaitingRoom
 from raypp.api.running_request import PreparedRequest, RunningRequest
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import QueueFullError
-from raypp.request import Request
-from raypp.request_memory import REQUEST_BYTES
+from raypp.request import REQUEST_BYTES, Request
 from raypp.types import FinishReason, SamplingParams
 
 PROMPT = np.ones(4, np.int32)

@@ -20,7 +20,7 @@ from raypp.messages import StepForm
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.scheduler.step_predictor import RooflineCost, StageTimes, StepPredictor, StepWork, amounts, step_ms
+from raypp.scheduler.step_budget import RooflineCost, StageTimes, StepPredictor, StepWork, amounts, step_ms
 from raypp.testing import launch_in_threads
 
 

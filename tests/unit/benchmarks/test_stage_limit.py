@@ -10,7 +10,7 @@ from raypp.api.timeline import Forward
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.models.sizes import kv_bytes_per_token_per_layer, layer_sizes, lm_head_bytes
-from raypp.scheduler.step_predictor import StepWork, prompt_pairs, step_work
+from raypp.scheduler.step_budget import StepWork, prompt_pairs, step_work
 
 
 def _forward(step_id, num_rows, num_tokens, cohort=0, stage_index=0):

@@ -10,8 +10,7 @@ import pytest
 from raypp.driver.server import OpenRequests
 from raypp.errors import QueueFullError, RequestError
 from raypp.prompt_items import EncoderItem, PromptItems
-from raypp.request import Request
-from raypp.request_memory import REQUEST_BYTES
+from raypp.request import REQUEST_BYTES, Request
 from raypp.types import SamplingParams
 
 PARAMS = SamplingParams()

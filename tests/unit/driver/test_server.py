@@ -29,8 +29,7 @@ from raypp.client_messages import (
     decode_driver_message,
     encode_client_message,
 )
-from raypp.driver.channel_pipeline import ChannelPipeline
-from raypp.driver.engine_loop import Engine
+from raypp.driver.engine_loop import ChannelPipeline, Engine
 from raypp.driver.server import DriverServer, OpenRequests, open_client_socket
 from raypp.driver.stage_health import FailureReports, StageHealth, Witness
 from raypp.errors import QueueFullError, StageDiedError

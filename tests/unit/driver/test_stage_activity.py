@@ -7,9 +7,9 @@ import time
 import numpy as np
 
 from raypp import row_params
-from raypp.driver.stage_activity import StageActivity
+from raypp.driver.stage_health import StageActivity
 from raypp.messages import NO_STEP, StageReport, StepPlan, Unrecorded, pack, unpack
-from raypp.scheduler.step_predictor import RooflineCost, StageTimes, StepPredictor, StepWork
+from raypp.scheduler.step_budget import RooflineCost, StageTimes, StepPredictor, StepWork
 from raypp.tracing import FORWARD, ForwardCounter, Tracer, now_ns
 
 

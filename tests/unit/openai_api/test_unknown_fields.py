@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raypp.nearest_name import nearest_name
+from raypp.errors import nearest_name
 from raypp.openai_api.anthropic_request import MessagesRequest
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest

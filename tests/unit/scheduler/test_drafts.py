@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raypp.scheduler.drafts import AdaptiveDrafts
-from raypp.scheduler.step_predictor import RooflineCost
+from raypp.scheduler.step_budget import RooflineCost
 
 LADDER = (0, 2, 4, 8)
 GPU = RooflineCost(184)

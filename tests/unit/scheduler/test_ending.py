@@ -1,8 +1,7 @@
 import pytest
 from drive import make_request
 
-from raypp.scheduler.ending import end_token_ids
-from raypp.scheduler.request_state import RequestState
+from raypp.scheduler.request_state import RequestState, end_token_ids
 from raypp.scheduler.scheduler import take_tokens
 from raypp.types import FinishReason
 

@@ -12,9 +12,8 @@ from drive import make_limits
 from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.request import Request
 from raypp.scheduler.item_admission import ItemAdmission
-from raypp.scheduler.request_state import RequestState
+from raypp.scheduler.request_state import RequestState, WaitingQueue
 from raypp.scheduler.scheduler import Scheduler
-from raypp.scheduler.waiting_queue import WaitingQueue
 from raypp.types import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=4)

@@ -4,9 +4,8 @@ import pytest
 from drive import make_request
 
 from raypp.messages import NO_STEP
-from raypp.scheduler.request_state import RequestState
+from raypp.scheduler.request_state import RequestState, WaitingQueue
 from raypp.scheduler.running import Cohort, InFlightStep, InFlightSteps, RowPool
-from raypp.scheduler.waiting_queue import WaitingQueue
 
 
 def _state(arrival: int, num_tokens: int = 4) -> RequestState:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from drive import Pipeline, make_limits, make_request
 
 from raypp.request import Request
-from raypp.scheduler.request_state import RequestState
+from raypp.scheduler.request_state import RequestState, WaitingQueue
 from raypp.scheduler.scheduler import Scheduler
-from raypp.scheduler.waiting_queue import WaitingQueue
 
 
 def _request(name: str, priority: int, prompt: int = 4, **params) -> Request:

@@ -3,8 +3,16 @@
 import pytest
 from drive import make_limits
 
-from raypp.scheduler.step_budget import StepBudget, Waiting, spread_tokens
-from raypp.scheduler.step_predictor import RooflineCost, StageTimes, StepPredictor, StepWork, prompt_pairs
+from raypp.scheduler.step_budget import (
+    RooflineCost,
+    StageTimes,
+    StepBudget,
+    StepPredictor,
+    StepWork,
+    Waiting,
+    prompt_pairs,
+    spread_tokens,
+)
 
 LIMITS = make_limits(num_stages=4, max_num_batched_tokens=2048, min_prefill_chunk_tokens=512)
 TIMES = StageTimes(step=0.2, prompts=0.6, weights=1.8, token=0.001, logit=0.005, kv=2e-5, pair=5e-7)

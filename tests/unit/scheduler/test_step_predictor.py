@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from raypp.scheduler.step_predictor import (
+from raypp.scheduler.step_budget import (
     RooflineCost,
     StageTimes,
     StepPredictor,

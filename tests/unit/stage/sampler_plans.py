@@ -11,9 +11,8 @@ from raypp.messages import StepPlan, pack, unpack
 from raypp.ops.row_tokens import RowTokens, StepTokens
 from raypp.request import Request
 from raypp.row_params import Needs
-from raypp.scheduler.ending import end_token_ids
 from raypp.scheduler.plan_builder import build_plan
-from raypp.scheduler.request_state import RequestState
+from raypp.scheduler.request_state import RequestState, end_token_ids
 from raypp.scheduler.running import Chunk, Cohort, InFlightStep
 from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_end import Sampler

@@ -18,7 +18,7 @@ from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.token_choice import draw_scores
 from raypp.request import Request
 from raypp.row_params import Needs
-from raypp.scheduler.ending import end_token_ids
+from raypp.scheduler.request_state import end_token_ids
 from raypp.starting_rows import StartingRows
 from raypp.types import SamplingParams
 
