@@ -18,13 +18,13 @@ from raypp.errors import RequestError, page
 from raypp.messages import Int32s
 from raypp.openai_api.anthropic_answer import PreparedMessage
 from raypp.openai_api.anthropic_request import MessagesFields, MessagesRequest
-from raypp.openai_api.call_arguments import begun_in, num_thought_tokens
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.from_outputs import Prepared, PreparedChat, PreparedCompletion, TokenNames
 from raypp.openai_api.request_fields import NO_DEFAULTS, BodyModel
 from raypp.openai_api.response_answer import PreparedResponse
 from raypp.openai_api.response_request import ResponseRequest
+from raypp.openai_api.syntax import begun_in, num_thought_tokens
 from raypp.openai_api.syntaxes import message_syntax
 from raypp.pictures.content import has_pictures
 from raypp.pictures.reader import PictureReader

@@ -13,7 +13,6 @@ from pydantic import Field
 
 from raypp.api.conversation import Rendering
 from raypp.errors import RequestError, page
-from raypp.openai_api.call_arguments import PLAIN_SYNTAX, CallSyntax, MessageSyntax, is_thought
 from raypp.openai_api.chat_messages import Message, TextPart, conversation_of
 from raypp.openai_api.foreign_fields import OF_CHAT, ForeignField
 from raypp.openai_api.message_parser import MessageParser
@@ -26,6 +25,7 @@ from raypp.openai_api.request_fields import (
     make_sampling_params,
     naming_form,
 )
+from raypp.openai_api.syntax import PLAIN_SYNTAX, CallSyntax, MessageSyntax, is_thought
 from raypp.openai_api.tools import (
     FunctionDefinition,
     FunctionName,

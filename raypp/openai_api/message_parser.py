@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic_core import from_json
 
 from raypp.api.conversation import arguments_object
-from raypp.openai_api.call_arguments import (
+from raypp.openai_api.syntax import (
     ArgumentsReader,
     CallSyntax,
     Found,

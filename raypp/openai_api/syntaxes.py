@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from raypp.api.tokenizer import Tokenizer
 from raypp.errors import ConfigError, page
-from raypp.openai_api.call_arguments import CallSyntax, Mark, MessageSyntax, ThoughtSyntax, XmlParameters, marks, uses
+from raypp.openai_api.syntax import CallSyntax, Mark, MessageSyntax, ThoughtSyntax, XmlParameters, marks, uses
 
 _SWITCHES = ("enable_thinking", "reasoning_effort")
 

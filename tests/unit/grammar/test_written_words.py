@@ -9,10 +9,10 @@ import pytest
 from grammar_texts import allows_text, matcher_of
 from llguidance import LLMatcher
 
-from raypp.openai_api.call_arguments import PLAIN_SYNTAX, MessageSyntax
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.error_bodies import parse_body
 from raypp.openai_api.response_request import ResponseRequest
+from raypp.openai_api.syntax import PLAIN_SYNTAX, MessageSyntax
 from raypp.openai_api.syntaxes import CALL_SYNTAXES, THOUGHT_SYNTAXES
 
 HEX_DIGITS = "0123456789abcdefABCDEF"

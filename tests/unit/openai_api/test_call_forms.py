@@ -15,8 +15,8 @@ from raypp.errors import RequestError
 from raypp.grammar.compile import compile_constraint
 from raypp.grammar.text_grammar import TextGrammar
 from raypp.grammar.vocabulary import Vocabulary, VocabularySource
-from raypp.openai_api.call_arguments import CallSyntax, MessageSyntax, XmlParameters, marks
 from raypp.openai_api.chat_request import ChatRequest
+from raypp.openai_api.syntax import CallSyntax, MessageSyntax, XmlParameters, marks
 from raypp.openai_api.syntaxes import CALL_SYNTAXES, THOUGHT_SYNTAXES, message_syntax
 from raypp.structured_outputs import source_of
 

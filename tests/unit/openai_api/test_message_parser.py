@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypp.openai_api.call_arguments import JsonScanner
 from raypp.openai_api.message_parser import MessageParser
+from raypp.openai_api.syntax import JsonScanner
 from raypp.openai_api.syntaxes import HERMES_CALLS, LLAMA3_CALLS, THINK_TAGS
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "a \\"}{\\" b", "days": [1, {"x": 2}]}}\n</tool_call>'

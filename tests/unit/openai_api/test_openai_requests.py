@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from raypp.errors import EngineDeadError, FatalRequestError, RequestError
-from raypp.openai_api.call_arguments import MessageSyntax
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.error_bodies import BodyError, describe_error, parse_body
+from raypp.openai_api.syntax import MessageSyntax
 from raypp.openai_api.syntaxes import HERMES_CALLS
 from raypp.openai_api.tools import FunctionDefinition, Tool, ToolUse
 from raypp.types import SamplingParams

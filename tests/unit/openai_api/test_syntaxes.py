@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.errors import ConfigError
-from raypp.openai_api.call_arguments import begun_in, is_thought, num_thought_tokens
 from raypp.openai_api.message_parser import MessageParser
+from raypp.openai_api.syntax import begun_in, is_thought, num_thought_tokens
 from raypp.openai_api.syntaxes import CALL_SYNTAXES, THOUGHT_SYNTAXES, check_parsers, message_syntax
 from raypp.types import CompletionOutput
 

@@ -14,8 +14,8 @@ from running_app import RunningApp, running_app
 
 import raypp
 from raypp.errors import RequestError
-from raypp.openai_api.call_arguments import MessageSyntax
 from raypp.openai_api.chat_request import ChatRequest
+from raypp.openai_api.syntax import MessageSyntax
 from raypp.openai_api.syntaxes import LLAMA3_CALLS
 
 RENAMED = {"<tool_call>": "<|python_tag|>", "</tool_call>": "<|eom_id|>"}

@@ -24,13 +24,13 @@ from raypp.api.running_request import RunningCompletion
 from raypp.messages import NO_INT32S
 from raypp.openai_api.anthropic_answer import PreparedMessage
 from raypp.openai_api.anthropic_request import MessagesRequest
-from raypp.openai_api.call_arguments import MessageSyntax
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.error_bodies import decode_json, parse_body
 from raypp.openai_api.from_outputs import PreparedChat, ResponseHead
 from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.response_answer import PreparedResponse
 from raypp.openai_api.response_request import ResponseRequest
+from raypp.openai_api.syntax import MessageSyntax
 from raypp.openai_api.syntaxes import CALL_SYNTAXES, THOUGHT_SYNTAXES
 from raypp.types import FinishReason, RequestMetrics, RequestOutput
 from serve_app.chunks import ChunkWriter, MessageEventWriter, ResponseEventWriter

@@ -16,7 +16,7 @@ import raypp
 
 SPECIAL = {"<tool_call>": "<|do|>", "</tool_call>": "<|done|>", "<think>": "<|muse|>", "</think>": "<|tell|>"}
 MODULE = """
-from raypp.openai_api.call_arguments import CallSyntax, Mark, ThoughtSyntax, marks
+from raypp.openai_api.syntax import CallSyntax, Mark, ThoughtSyntax, marks
 
 CALLS = CallSyntax(
     begins=(Mark("<|do|>", "{", r"^(?P<name>[^\\s{}]+) $"),),

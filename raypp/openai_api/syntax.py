@@ -1,4 +1,4 @@
-"""The arguments of a tool call: from how a model writes them to a JSON object, as the text comes."""
+"""How a model writes thoughts and tool calls into its text, as data; how arguments become JSON as the text comes."""
 
 from __future__ import annotations
 
