@@ -91,7 +91,7 @@ def read_rope(fields: ConfigFields, num_positions: int, max_model_len: int | Non
         raise fields.error(f"{name}.rope_type", repr(rope_type), "default beside mrope_section")
     of_original = fields if fields.get(_ORIGINAL) is not None else scaling  # as transformers has it
     if rope_type == "llama3":
-        return _read_llama3(rope, scaling, of_original.integer(_ORIGINAL)), num_positions
+        return _read_llama3(rope, scaling, of_original), num_positions
     if rope_type == "dynamic":
         factor = scaling.number("factor")
         stretched_to = max(min(max_model_len or 0, int(factor * num_positions)), num_positions)
@@ -143,7 +143,7 @@ def _scaling_section(fields: ConfigFields) -> tuple[str, ConfigFields]:
     return name, ConfigFields(fields.file, {"rope_theta": fields.get("rope_theta"), **values}, f"{name}.")
 
 
-def _read_llama3(rope: RopeConfig, scaling: ConfigFields, original: int) -> RopeConfig:
+def _read_llama3(rope: RopeConfig, scaling: ConfigFields, of_original: ConfigFields) -> RopeConfig:
     low_freq_factor, high_freq_factor = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
     if low_freq_factor >= high_freq_factor:
         raise scaling.error("low_freq_factor", low_freq_factor, f"below high_freq_factor={high_freq_factor}")
@@ -153,7 +153,7 @@ def _read_llama3(rope: RopeConfig, scaling: ConfigFields, original: int) -> Rope
         factor=scaling.number("factor"),
         low_freq_factor=low_freq_factor,
         high_freq_factor=high_freq_factor,
-        original_max_position_embeddings=original,
+        original_max_position_embeddings=of_original.integer(_ORIGINAL),
     )
 
 

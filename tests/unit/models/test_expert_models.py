@@ -88,8 +88,8 @@ class _Recorder(CheckpointWeights):
         super().__init__(path)
         self.names, self.most = set(), 0
 
-    def _get(self, name, shape, dtype, where):
-        tensor = super()._get(name, shape, dtype, where)
+    def get(self, name, shape, dtype, where=None):
+        tensor = super().get(name, shape, dtype, where)
         self.names.add(name)
         if "expert" in name:
             self.most = max(self.most, tensor.numel())
