@@ -427,7 +427,8 @@ def describe_pictures(directory: Path, pictures: Sequence[Image.Image], num_stag
     prepared = preparer.chats(conversations, SamplingParams(max_tokens=48, temperature=0.0))
     eos_token_ids = frozenset(plan.model.eos_token_ids)
     requests = [
-        engine.submit(p.prompt_token_ids, p.params, eos_token_ids=eos_token_ids, items=p.items) for p in prepared
+        engine.submit(r.prompt_token_ids, r.params, eos_token_ids=eos_token_ids, items=r.items)
+        for r in (one.request for one in prepared)
     ]
     while engine.has_unfinished:
         engine.step()

@@ -61,8 +61,9 @@ class Witness:
         self.proposals: list[Proposal] = []
         original = Speculation.propose
 
-        def propose(speculation, rows, lengths, followed, max_length):
-            drafts = original(speculation, rows, lengths, followed, max_length)
+        def propose(speculation, tokens, followed, max_length):
+            drafts = original(speculation, tokens, followed, max_length)
+            rows, lengths = tokens.rows, tokens.lengths
             table, limits = speculation.tokens.table, speculation.tables._limits.tolist()
             for row, length, line in zip(rows.tolist(), lengths.tolist(), drafts.tolist(), strict=True):
                 if row < len(table) - 2:  # else padding

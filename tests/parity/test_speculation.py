@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -231,7 +231,7 @@ def test_a_verifier_that_accepts_one_draft_too_many_is_noticed(family, monkeypat
         verified = right(token_ids, first, draft_ids, num_proposed, max_valid)
         num_valid = torch.where(verified.num_drafted > 0, verified.num_valid + 1, verified.num_valid)
         num_valid = num_valid.clamp(max=token_ids.shape[1])
-        return replace(verified, num_valid=num_valid, lengths=first + num_valid)
+        return verified._replace(num_valid=num_valid, lengths=first + num_valid)
 
     monkeypatch.setattr(draft_tables, "verify_drafts", wrong)
     requests, _ = run(family.path, family.asked, speculative={"method": "ngram", "num_speculative_tokens": 3})

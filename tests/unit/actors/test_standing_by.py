@@ -23,7 +23,7 @@ ADDRESSES = dict[str, Any](own_host="", rendezvous=None, plan_address="", result
 
 
 class FakeStage:
-    recordings = None
+    graphs = None
 
     def __init__(self) -> None:
         self.is_aborted, self.is_closed = threading.Event(), False
