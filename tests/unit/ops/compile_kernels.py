@@ -4,7 +4,8 @@ CAPABILITY is 80, 86, 89, 90 (the default) or 120.
 
 A process of its own: a driver that only pretends to have a device takes the place of Triton's, and launches compile
 without running. The compiler and the assembler are those that a GPU's host has too. Products compile for some numbers
-of rows; with TEST_SIZES=all for all that have kernels of their own, and attention for 16 drafts.
+of rows; with TEST_SIZES=all for all that have kernels of their own, of experts and quantized weights, too, and
+attention for 16 drafts.
 """
 
 from __future__ import annotations
@@ -240,21 +241,6 @@ def call_all(workspace: Workspace) -> None:
                 x = torch.empty(rows, product.num_inputs, dtype=x_type)
                 residual = None if product.is_gated else torch.empty(rows, product.num_outputs, dtype=BF16)
                 projection.project(x, own.product, residual, own.tuning, DEVICE, workspace, y_type)
-    router, down = torch.empty(128, 2048, dtype=BF16), Weight(torch.empty(128, 2048, 768, dtype=BF16, device="meta"))
-    gate_up = Weight(torch.empty(128, 1536, 2048, dtype=BF16, device="meta"))
-    for is_even in (False, True):
-        routing = Routing(8, normalizes=True, is_even=is_even)
-        layer = CudaExperts(router[0], 1e-6, router, gate_up, down, routing, DEVICE, workspace)
-        for rows in (1,) if is_even else numbers_of_rows((1, 512), (8, 2048)):
-            layer(torch.empty(rows, 2048, dtype=BF16))
-    routing = Routing(8, normalizes=True)
-    for kind, scale_type, block in (("fp8", torch.float32, (128, 128)), ("int4", BF16, (1, 128))):
-        if kind == "fp8" and not DEVICE.has_fp8:
-            continue
-        gate_up, down = (experts_of(kind, scale_type, block, *shape) for shape in ((1536, 2048), (2048, 768)))
-        layer = CudaExperts(router[0], 1e-6, router, gate_up, down, routing, DEVICE, workspace)
-        for rows in (1, 64):
-            layer(torch.empty(rows, 2048, dtype=BF16))
     tables, lengths = torch.zeros(32, 65, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
     for most in (1, 1000):
         queries = (lengths, 32, most)
@@ -307,6 +293,26 @@ def call_all(workspace: Workspace) -> None:
         chooser.hold(yielded, step_masks, row_tokens.table, drafts)
 
 
+def call_experts(workspace: Workspace) -> None:
+    """Call the products of experts as Qwen3-30B-A3B does."""
+    workspace.reserve(1 << 24)
+    router, down = torch.empty(128, 2048, dtype=BF16), Weight(torch.empty(128, 2048, 768, dtype=BF16, device="meta"))
+    gate_up = Weight(torch.empty(128, 1536, 2048, dtype=BF16, device="meta"))
+    for is_even in (False, True):
+        routing = Routing(8, normalizes=True, is_even=is_even)
+        layer = CudaExperts(router[0], 1e-6, router, gate_up, down, routing, DEVICE, workspace)
+        for rows in (1,) if is_even else numbers_of_rows((1, 512), (8, 2048)):
+            layer(torch.empty(rows, 2048, dtype=BF16))
+    routing = Routing(8, normalizes=True)
+    for kind, scale_type, block in (("fp8", torch.float32, (128, 128)), ("int4", BF16, (1, 128))):
+        if kind == "fp8" and not DEVICE.has_fp8:
+            continue
+        gate_up, down = (experts_of(kind, scale_type, block, *shape) for shape in ((1536, 2048), (2048, 768)))
+        layer = CudaExperts(router[0], 1e-6, router, gate_up, down, routing, DEVICE, workspace)
+        for rows in (1, 64):
+            layer(torch.empty(rows, 2048, dtype=BF16))
+
+
 def call_quantized(workspace: Workspace) -> None:
     """Call the products of quantized weights as Qwen3 does, smaller."""
     size = 1024
@@ -344,7 +350,9 @@ def main() -> None:
     """Compile, and print a list of kernels."""
     compiled = compile_instead_of_launching()
     call_all(Workspace(CPU))
-    call_quantized(Workspace(CPU))
+    if IS_FULL:
+        call_experts(Workspace(CPU))
+        call_quantized(Workspace(CPU))
     num_narrow = len(compiled)
     if IS_FULL:
         call_wide(Workspace(CPU))
