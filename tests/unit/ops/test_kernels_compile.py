@@ -47,7 +47,7 @@ def test_kernels_compile(tmp_path: Path, capability: int) -> None:
     kernels = json.loads(done.stdout.splitlines()[-1])
     missing = NEEDS_FP8 if capability < 89 else set()
     missing |= IN_SOAK if os.environ.get("TEST_SIZES") != "all" else set()
-    assert {kernel["kernel"] for kernel in kernels} | missing == {
+    assert {kernel["kernel"] for kernel in kernels} | missing == IN_SOAK | {
         "_narrow",
         "_rms_norm",
         "_join_norms",
@@ -60,15 +60,6 @@ def test_kernels_compile(tmp_path: Path, capability: int) -> None:
         "_move_words",
         "project_few",
         "_project_rows",
-        "_project_int4",
-        "_dequantize_int4",
-        "_quantize_tokens",
-        "_route",
-        "_arrange",
-        "_gate_up_few",
-        "_down_few",
-        "_multiply_tiles",
-        "_sum_of_experts",
         "_best",
         "_survey",
         "_gather",
