@@ -41,6 +41,16 @@ NO_BYTES: Bytes = np.empty(0, np.uint8)
 NO_BYTES.flags.writeable = False
 
 
+@dataclass(frozen=True)
+class BlockGroup:
+    """KV blocks of the layers that keep the same tokens: they share block tables, and block ids on every stage."""
+
+    num_blocks: int  # of every stage, the null block included; that one is never handed out
+    window: int | None = None  # tokens that a query sees, its own included; None: all before it
+    num_cpu_blocks: int = 0  # that every stage keeps in CPU memory, beside those
+    block_bytes: int = 0  # of a block on all stages together; for reports alone
+
+
 @dataclass(frozen=True, eq=False)
 class StepPlan:
     """One step, ordered by the driver: the same bytes for every stage. Only deltas, and arrays over the step's rows.
@@ -70,6 +80,7 @@ class StepPlan:
     start_lists: Bytes  # a packed `StartLists` when any of these rows has lists among its sampling parameters
     start_items: Bytes  # a packed `StartItems` when any of these rows has more than text in its prompt
 
+    block_groups: Int32s  # [B] whose block table, by the engine's groups of layers
     block_rows: Int32s  # [B] row
     block_positions: Int32s  # [B] index into the row's block table
     block_ids: Int32s  # [B] KV block
@@ -88,9 +99,11 @@ class BlockCopies:
     """
 
     after_step: int  # NO_STEP: no step does
+    out_groups: Int32s  # [O] whose blocks
     out_block_ids: Int32s  # [O] KV blocks, whose content the step may overwrite
-    out_cpu_block_ids: Int32s  # [O] where they go; all differ
-    in_block_ids: Int32s  # [I] KV blocks that are overwritten; all differ
+    out_cpu_block_ids: Int32s  # [O] where they go; all of a group differ
+    in_groups: Int32s  # [I] whose blocks
+    in_block_ids: Int32s  # [I] KV blocks that are overwritten; all of a group differ
     in_cpu_block_ids: Int32s  # [I] what with
 
 

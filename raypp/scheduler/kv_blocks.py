@@ -8,12 +8,21 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Container, Iterable, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 
-from raypp.messages import NO_BYTES, NO_STEP, NULL_BLOCK, BlockCopies, Bytes, Int32s, pack_inside
+from raypp.messages import NO_BYTES, NO_STEP, NULL_BLOCK, BlockCopies, BlockGroup, Bytes, Int32s, pack_inside
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.scheduler.request_state import RequestState
+from raypp.scheduler.request_state import BlockTable, RequestState
+
+
+class CopyOrders(NamedTuple):
+    """Blocks of a group that the next plan copies; see `BlockCopies`."""
+
+    after: int
+    out: dict[int, int]  # device block -> CPU block
+    back: dict[int, int]  # likewise, the other way
 
 
 class CpuBlocks:
@@ -88,22 +97,12 @@ class CpuBlocks:
         self._after = max(self._after, last_step)
         self.num_copied_in += len(keys)
 
-    def take_copies(self) -> Bytes:
-        """Return a packed `BlockCopies` of what was ordered since the last call; nothing where nothing was."""
+    def take_copies(self) -> CopyOrders:
+        """Return what was ordered since the last call."""
+        orders = CopyOrders(self._after, self._out, self._in)
+        self._after, self._out, self._in = NO_STEP, {}, {}
         self._held.clear()
-        if not self._out and not self._in:
-            return NO_BYTES
-        copies = BlockCopies(
-            after_step=self._after,
-            out_block_ids=np.array(list(self._out), np.int32),
-            out_cpu_block_ids=np.array(list(self._out.values()), np.int32),
-            in_block_ids=np.array(list(self._in), np.int32),
-            in_cpu_block_ids=np.array(list(self._in.values()), np.int32),
-        )
-        self._out.clear()
-        self._in.clear()
-        self._after = NO_STEP
-        return pack_inside(copies)
+        return orders
 
     def check_integrity(self) -> None:
         """Assert that every CPU block is blank or holds one content, and that no batch uses one for two things."""
@@ -239,7 +238,8 @@ class PrefixCache:
     """Finds blocks by keys, and keys by blocks. It does not know who uses a block."""
 
     def __init__(self) -> None:
-        self._block_of: dict[bytes, int] = {}
+        self.block_of: dict[bytes, int] = {}
+        """By their keys."""
         self._key_of: dict[int, bytes] = {}
 
     def __contains__(self, block: int) -> bool:
@@ -249,7 +249,7 @@ class PrefixCache:
         """Return the blocks of the leading keys that are all cached: NULL_BLOCK for those that only `elsewhere` has."""
         blocks = []
         for key in keys:
-            block = self._block_of.get(key)
+            block = self.block_of.get(key)
             if block is None:
                 if key not in elsewhere:
                     break
@@ -259,19 +259,61 @@ class PrefixCache:
 
     def insert(self, key: bytes, block: int) -> None:
         """Cache a block under a key. The first block with a key stays; a second copy is not cached."""
-        if key not in self._block_of and block not in self._key_of:
-            self._block_of[key] = block
+        if key not in self.block_of and block not in self._key_of:
+            self.block_of[key] = block
             self._key_of[block] = key
 
     def forget(self, block: int) -> bytes:
         """Forget a cached block, which is about to be overwritten; return its key."""
         key = self._key_of.pop(block)
-        del self._block_of[key]
+        del self.block_of[key]
         return key
 
     def check_integrity(self) -> None:
         """Assert that both directions agree."""
-        assert self._key_of == {block: key for key, block in self._block_of.items()}
+        assert self._key_of == {block: key for key, block in self.block_of.items()}
+
+
+class KvGroup:
+    """The blocks of the layers that keep the same tokens.
+
+    Args:
+        group: Its sizes.
+        block_size: Tokens per block.
+    """
+
+    def __init__(self, group: BlockGroup, block_size: int) -> None:
+        self.window = group.window
+        """Tokens that a query sees, its own included; None: all before it."""
+        self.num_usable = group.num_blocks - 1
+        self.cache = PrefixCache()
+        self.in_cpu_memory = CpuBlocks(group.num_cpu_blocks)
+        """Blocks that had to make room, and those that are copied back."""
+        self.pool = BlockPool(group.num_blocks, self.cache, self.in_cpu_memory)
+        self._block_size = block_size
+
+    def first_seen(self, position: int) -> int:
+        """Return the index of the first block that the token at a position sees, or any after it."""
+        return 0 if self.window is None else max(0, position + 1 - self.window) // self._block_size
+
+    def longest_prefix(self, keys: Sequence[bytes]) -> int:
+        """Return how many leading blocks a request may have computed by others: what its next token sees is held."""
+        if self.window is None:
+            return len(self.cache.longest_prefix(keys, self.in_cpu_memory))
+        end = index = len(keys)
+        while index > self.first_seen(end * self._block_size):
+            index -= 1
+            if keys[index] not in self.cache.block_of and keys[index] not in self.in_cpu_memory:
+                end = index
+        return end
+
+
+class Prefix(NamedTuple):
+    """Leading blocks of a request that others have computed."""
+
+    num_blocks: int
+    firsts: tuple[int, ...] = ()  # by group: the first of these that the tokens behind them see
+    blocks: tuple[list[int], ...] = ()  # by group, from there on: NULL_BLOCK for each that is in CPU memory alone
 
 
 class KvBlocks:
@@ -279,38 +321,55 @@ class KvBlocks:
 
     A released block may be handed out at once, even while steps that use it are in flight: every stage executes the
     plans in the same order, and the step that writes the block next comes later.
+
+    Where all tokens are kept, a request gets blocks for its whole prompt at once, so that no prefill has to stop
+    halfway. Where a window is kept, it gets them chunk by chunk, and gives back what no token to come can see.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
         self._offers = limits.enable_prefix_caching
         self._block_size = limits.block_size
-        self._cache = PrefixCache()
-        self.in_cpu_memory = CpuBlocks(limits.num_cpu_blocks)
-        """Blocks that had to make room, and those that are copied back."""
-        self._pool = BlockPool(limits.num_blocks, self._cache, self.in_cpu_memory)
+        self.groups = [KvGroup(group, limits.block_size) for group in limits.groups]
+        self._windowed = [index for index, group in enumerate(self.groups) if group.window is not None]
 
     @property
     def num_free(self) -> int:
-        """Blocks that no request uses."""
-        return self._pool.num_free
+        """Blocks that no request uses, of the group with the fewest."""
+        return min([group.pool.num_free for group in self.groups])
+
+    @property
+    def free_share(self) -> float:
+        """The free share of the blocks that longer requests need more of, 0 to 1."""
+        growing = [group for group in self.groups if group.window is None] or self.groups
+        return min(group.pool.num_free / group.num_usable for group in growing)
 
     def may_admit(self, state: RequestState, num_reserved: int) -> bool:
         """Return False when blocks that the last attempt lacked are still missing: spares another prefix look-up."""
-        return self.num_free >= state.num_wanted_blocks + num_reserved
+        return all(
+            group.pool.num_free >= wanted + num_reserved
+            for group, wanted in zip(self.groups, state.num_wanted_blocks, strict=False)
+        )
 
-    def find_prefix(self, state: RequestState) -> list[int]:
-        """Return the cached blocks that the request can start from, NULL_BLOCK for each that is in CPU memory alone.
-
-        At least one token is left to compute.
-        """
+    def find_prefix(self, state: RequestState) -> Prefix:
+        """Return the cached blocks that the request can start from. At least one token is left to compute."""
         if not self._limits.enable_prefix_caching:
-            return []
+            return Prefix(0)
         # A cached token has no logits, so the log-probability of the token after it must have been reported already.
         num_tokens = state.num_scored_tokens if state.scores_prompt else state.num_tokens - 1
-        num_blocks = num_tokens // self._limits.block_size
-        self._extend_hashes(state, num_blocks)
-        return self._cache.longest_prefix(state.block_hashes[:num_blocks], self.in_cpu_memory)
+        end = num_tokens // self._block_size
+        self._extend_hashes(state, end)
+        keys, before = state.block_hashes[:end], -1
+        while end != before:  # a group that has less may make another one have less
+            before = end
+            for group in self.groups:
+                end = group.longest_prefix(keys[:end])
+        firsts = tuple([group.first_seen(end * self._block_size) for group in self.groups])
+        blocks = [
+            [group.cache.block_of.get(key, NULL_BLOCK) for key in keys[first:end]]
+            for group, first in zip(self.groups, firsts, strict=True)
+        ]
+        return Prefix(end, firsts, tuple(blocks))
 
     def is_being_computed(self, state: RequestState, index: int, prefilling: Iterable[RequestState]) -> bool:
         """Return whether a prefill under way will offer the block after a waiting request's cached prefix.
@@ -339,55 +398,124 @@ class KvBlocks:
                     return True
         return False
 
-    def try_admit(self, state: RequestState, prefix: list[int], num_reserved: int) -> bool:
-        """Give a request the blocks of all its known tokens, `prefix` among them, if enough others stay free.
+    def try_admit(self, state: RequestState, prefix: Prefix, num_tokens: int, num_reserved: int) -> int:
+        """Give a request the blocks that it starts with, if enough others stay free.
 
-        It gets blocks for the whole prompt, so that no prefill has to stop halfway because blocks lack. What is in CPU
-        memory alone is copied by the next plan. If that is more than a plan may carry beside what others compute, a
-        part of it is copied, and the request waits for the rest.
+        What is in CPU memory alone is copied by the next plan. If that is more than a plan may carry beside what others
+        compute, a part of it is copied, and the request waits for the rest.
+
+        Args:
+            state: A waiting request.
+            prefix: What `find_prefix` returned.
+            num_tokens: The most tokens behind the prefix that its first chunk may have.
+            num_reserved: Blocks of each group that stay free.
+
+        Returns:
+            The tokens of its first chunk; 0: it has to wait.
         """
-        num_tokens = min(state.num_tokens + self._limits.num_lookahead_tokens, state.limit)
-        found = [block for block in prefix if block != NULL_BLOCK]
-        num_new = self._limits.num_blocks_for(num_tokens) - len(found)
-        num_wanted = num_new + self._pool.num_free_among(found)
-        if self.num_free < num_wanted + num_reserved:
-            state.num_wanted_blocks = num_wanted
-            return False
-        absent = [key for key, block in zip(state.block_hashes, prefix, strict=False) if block == NULL_BLOCK]
-        self._pool.share(found)
-        self.in_cpu_memory.hold(absent)
-        num_copied = len(absent)
-        if num_reserved:  # else nobody would wait for the copies but the request itself
-            num_copied = min(num_copied, self._num_copies_left)
-        is_admitted = num_copied == len(absent)
-        new = self._pool.allocate(num_new if is_admitted else num_copied)
-        if num_copied:
-            # Copies wait for the steps that had the blocks: those that nobody has had for longest are there first.
-            new.sort(key=self._pool.last_step_of)
-            self._bring_back(absent[:num_copied], new[:num_copied])
-        following = iter(new)
-        blocks = [next(following, NULL_BLOCK) if block == NULL_BLOCK else block for block in prefix]
+        start, whole = prefix.num_blocks * self._block_size, self._with_lookahead(state, state.num_tokens)
+        firsts = prefix.firsts or (0,) * len(self.groups)
+        blocks = prefix.blocks or ([],) * len(self.groups)
+        found = [[block for block in of_group if block != NULL_BLOCK] for of_group in blocks]
+        # What it takes of the free blocks before any new ones: those that nobody else has, and room for copies.
+        taken = [
+            group.pool.num_free_among(present) + len(all_found) - len(present)
+            for group, present, all_found in zip(self.groups, found, blocks, strict=True)
+        ]
+        num_ahead = self._limits.num_lookahead_tokens
+        for index in self._windowed:
+            num_left = max(0, self.groups[index].pool.num_free - num_reserved - taken[index])
+            num_tokens = min(num_tokens, num_left * self._block_size - num_ahead)
+        ends = [
+            self._limits.num_blocks_for(whole if group.window is None else self._with_lookahead(state, start + num_tokens))
+            for group in self.groups
+        ]
+        wanted = [end - prefix.num_blocks + count for end, count in zip(ends, taken, strict=True)]
+        if num_tokens <= 0 or any(
+            group.pool.num_free < count + num_reserved for group, count in zip(self.groups, wanted, strict=True)
+        ):
+            state.num_wanted_blocks = tuple(
+                count if group.window is None else 1 for group, count in zip(self.groups, wanted, strict=True)
+            )
+            return 0
+        num_copies_left = self._num_copies_left if num_reserved else sum(map(len, blocks))
+        is_admitted, tables = True, []
+        for group, first, present, all_found in zip(self.groups, firsts, found, blocks, strict=True):
+            keys = state.block_hashes[first : prefix.num_blocks]
+            absent = [key for key, block in zip(keys, all_found, strict=True) if block == NULL_BLOCK]
+            group.pool.share(present)
+            group.in_cpu_memory.hold(absent)
+            # Without a reserve nobody would wait for the copies but the request itself.
+            num_copied = min(len(absent), num_copies_left)
+            num_copies_left -= num_copied
+            is_admitted = is_admitted and num_copied == len(absent)
+            copied = group.pool.allocate(num_copied)
+            if num_copied:
+                # Copies wait for the steps that had the blocks: those that nobody has had for longest are there first.
+                copied.sort(key=group.pool.last_step_of)
+                group.in_cpu_memory.bring_back(
+                    absent[:num_copied], copied, max(map(group.pool.last_step_of, copied))
+                )
+                for key, block in zip(absent, copied, strict=False):
+                    group.cache.insert(key, block)
+            following = iter(copied)
+            held = [next(following, NULL_BLOCK) if block == NULL_BLOCK else block for block in all_found]
+            tables.append(BlockTable([NULL_BLOCK] * first + held, first, first))
         if not is_admitted:
-            self._pool.release([block for block in blocks if block != NULL_BLOCK])
-            return False
-        state.blocks = blocks + list(following)
-        state.num_sent_blocks = state.num_wanted_blocks = 0
-        state.num_offered_blocks = len(prefix)
-        return True
+            for group, table in zip(self.groups, tables, strict=True):
+                group.pool.release([block for block in table.blocks[table.first :] if block != NULL_BLOCK])
+            return 0
+        state.tables, state.num_wanted_blocks, state.num_offered_blocks = tables, (), prefix.num_blocks
+        self._extend(state, ends)
+        return num_tokens
+
+    def hold_chunk(self, state: RequestState, num_tokens: int, num_reserved: int) -> int:
+        """Let a request's blocks hold its next chunk, and give back what that and all after it cannot see.
+
+        Args:
+            state: Its prefill is under way.
+            num_tokens: The most tokens of the chunk.
+            num_reserved: Blocks of each group that stay free.
+
+        Returns:
+            The tokens that there are blocks for; 0: it has to wait.
+        """
+        if not self._windowed:
+            return num_tokens
+        start = state.num_prefilled_tokens
+        self.release_behind(state, start)
+        for index in self._windowed:
+            held = len(state.tables[index].blocks) * self._block_size - start
+            num_left = max(0, self.groups[index].pool.num_free - num_reserved)
+            num_tokens = min(num_tokens, held + num_left * self._block_size - self._limits.num_lookahead_tokens)
+        if num_tokens <= 0:
+            return 0
+        return num_tokens if self.try_grow(state, self._with_lookahead(state, start + num_tokens)) else 0
 
     def try_grow(self, state: RequestState, num_tokens: int) -> bool:
         """Make the request's blocks hold that many tokens; return False, and change nothing, when too few are free."""
-        num_new = -(-num_tokens // self._block_size) - len(state.blocks)
-        if num_new > self._pool.num_free:
-            return False
-        state.blocks += self._pool.allocate(num_new)
+        end = -(-num_tokens // self._block_size)
+        for group, table in zip(self.groups, state.tables, strict=True):
+            if end - len(table.blocks) > group.pool.num_free:
+                return False
+        self._extend(state, [end] * len(self.groups))
         return True
+
+    def release_behind(self, state: RequestState, position: int) -> None:
+        """Take back the blocks that the token at a position, and all after it, cannot see. No earlier one follows."""
+        for index in self._windowed:
+            group, table = self.groups[index], state.tables[index]
+            first = min(group.first_seen(position), len(table.blocks))
+            if first > table.first:
+                group.pool.release(table.blocks[table.first : first], state.last_step)
+                table.blocks[table.first : first] = [NULL_BLOCK] * (first - table.first)
+                table.first = first
 
     def release(self, state: RequestState) -> None:
         """Take all blocks of the request back."""
-        self._pool.release(state.blocks, state.last_step)
-        state.blocks = []
-        state.num_sent_blocks = state.num_offered_blocks = 0
+        for group, table in zip(self.groups, state.tables, strict=True):
+            group.pool.release(table.blocks[table.first :], state.last_step)
+        state.tables, state.num_held_tokens, state.num_offered_blocks = [], 0, 0
 
     def offer(self, state: RequestState, num_computed_tokens: int) -> None:
         """Put the request's full blocks into the prefix cache.
@@ -403,31 +531,66 @@ class KvBlocks:
         if num_blocks <= state.num_offered_blocks:
             return
         self._extend_hashes(state, num_blocks)
-        for index in range(state.num_offered_blocks, num_blocks):
-            self._cache.insert(state.block_hashes[index], state.blocks[index])
+        for group, table in zip(self.groups, state.tables, strict=True):
+            for index in range(max(state.num_offered_blocks, table.first), num_blocks):
+                group.cache.insert(state.block_hashes[index], table.blocks[index])
         state.num_offered_blocks = num_blocks
+
+    def take_computed(self, state: RequestState) -> None:
+        """Take in that a decoding request's tokens but the last are computed: offer them, and give back what is behind.
+
+        The last known token may be computed again, after a late mask.
+        """
+        self.offer(state, state.num_tokens - 1)
+        if self._windowed and not state.is_prefilling:
+            self.release_behind(state, state.num_tokens - 1)
+
+    def take_copies(self) -> Bytes:
+        """Return a packed `BlockCopies` of what was ordered since the last call; nothing where nothing was."""
+        orders = [group.in_cpu_memory.take_copies() for group in self.groups]
+        after = max(order.after for order in orders)
+        out = [(index, *pair) for index, order in enumerate(orders) for pair in order.out.items()]
+        back = [(index, *pair) for index, order in enumerate(orders) for pair in order.back.items()]
+        if not out and not back:
+            return NO_BYTES
+        outs, backs = (np.array(each, np.int32).reshape(-1, 3).T.copy() for each in (out, back))
+        return pack_inside(BlockCopies(after, *outs, *backs))
 
     def check_integrity(self, running: Collection[RequestState]) -> None:
         """Assert that blocks are counted right, and that nobody writes a block that others may read."""
-        self._pool.check_integrity(state.blocks for state in running)
+        block_size = self._block_size
+        for index, group in enumerate(self.groups):
+            group.pool.check_integrity([state.tables[index].blocks[state.tables[index].first :] for state in running])
         for state in running:
             # The first position that a later step may write: the next chunk's, or the last known token's.
             first_written = max(state.num_prefilled_tokens, 0 if state.is_prefilling else state.num_tokens - 1)
-            assert state.num_offered_blocks * self._limits.block_size <= first_written
-            assert not any(block in self._cache for block in state.blocks[first_written // self._limits.block_size :])
+            assert state.num_offered_blocks * block_size <= first_written
             num_held = min(state.num_tokens + state.max_in_flight_tokens - 1, state.limit)
-            assert len(state.blocks) >= self._limits.num_blocks_for(num_held), "a step in flight writes past its blocks"
-            assert len(state.blocks) <= self._limits.num_blocks_for(state.limit)
+            for group, table in zip(self.groups, state.tables, strict=True):
+                assert table.first <= group.first_seen(first_written), "a token that is seen was given back"
+                assert all(block == NULL_BLOCK for block in table.blocks[: table.first])
+                assert not any(block in group.cache for block in table.blocks[first_written // block_size :])
+                is_chunked = group.window is not None and state.is_prefilling
+                least = state.num_prefilled_tokens if is_chunked else num_held
+                assert len(table.blocks) >= self._limits.num_blocks_for(least), "a step writes past its blocks"
+                assert len(table.blocks) <= self._limits.num_blocks_for(state.limit)
 
     @property
     def _num_copies_left(self) -> int:
         """Blocks that the next plan may still bring back beside what others compute."""
-        return max(0, self._limits.max_copied_blocks - self.in_cpu_memory.num_ordered_in)
+        num_ordered = sum(group.in_cpu_memory.num_ordered_in for group in self.groups)
+        return max(0, self._limits.max_copied_blocks - num_ordered)
 
-    def _bring_back(self, keys: list[bytes], blocks: list[int]) -> None:
-        self.in_cpu_memory.bring_back(keys, blocks, max(map(self._pool.last_step_of, blocks)))
-        for key, block in zip(keys, blocks, strict=True):
-            self._cache.insert(key, block)
+    def _extend(self, state: RequestState, ends: Sequence[int]) -> None:
+        """Make the request's tables so long, by group; there are as many free blocks."""
+        for group, table, end in zip(self.groups, state.tables, ends, strict=True):
+            if end > len(table.blocks):
+                table.blocks += group.pool.allocate(end - len(table.blocks))
+        state.num_held_tokens = min([len(table.blocks) for table in state.tables]) * self._block_size
+        state.has_new_blocks = True
+
+    def _with_lookahead(self, state: RequestState, num_tokens: int) -> int:
+        return min(num_tokens + self._limits.num_lookahead_tokens, state.limit)
 
     def _extend_hashes(self, state: RequestState, num_blocks: int) -> None:
         hashes, block_size = state.block_hashes, self._limits.block_size

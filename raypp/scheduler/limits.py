@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from raypp.messages import BlockGroup
+
 STEPS_PER_COHORT = 2
 """Steps of one cohort in flight: one that runs, and one queued after it so that no stage waits for the driver."""
 
@@ -26,15 +28,11 @@ class SchedulerLimits:
     """Tokens of one request, prompt and output together."""
     block_size: int
     """Tokens per KV block."""
-    num_blocks: int
-    """KV blocks of every stage, the null block included; that one is never handed out."""
+    groups: tuple[BlockGroup, ...]
+    """Layers that keep the same tokens, and their KV blocks."""
     enable_prefix_caching: bool
-    num_cpu_blocks: int = 0
-    """KV blocks that every stage keeps in CPU memory, beside those."""
     max_copied_blocks: int = 1
     """Of these, the most that a plan brings back while other requests run: their next step waits for the copies."""
-    block_bytes: int = 0
-    """Of a KV block on all stages together; for reports alone."""
     min_prefill_chunk_tokens: int = 512
     """The smallest chunk of a prompt, unless rows decode, the step is full or the prompt ends with it."""
     max_itl_ms: float = math.inf
@@ -59,7 +57,8 @@ class SchedulerLimits:
         assert self.max_num_batched_tokens >= self.max_step_rows, "a full step has no token for some of its rows"
         assert self.max_model_len >= 2
         assert self.block_size >= 1
-        assert self.num_blocks >= 2
+        assert self.groups
+        assert all(group.num_blocks >= 2 for group in self.groups)
         assert self.max_copied_blocks >= 1
         assert not self.num_cpu_blocks or self.enable_prefix_caching, "blocks in CPU memory are found by their keys"
         assert self.min_prefill_chunk_tokens >= 1
@@ -74,9 +73,33 @@ class SchedulerLimits:
         return -(-self.max_num_seqs // self.num_stages)
 
     @property
-    def num_usable_blocks(self) -> int:
-        """The blocks that requests may own."""
-        return self.num_blocks - 1
+    def num_cpu_blocks(self) -> int:
+        """KV blocks in CPU memory of every stage, of all groups."""
+        return sum(group.num_cpu_blocks for group in self.groups)
+
+    @property
+    def max_request_tokens(self) -> int:
+        """The most tokens that the KV cache holds of a request which is alone."""
+        return min(self._held_tokens(group) for group in self.groups)
+
+    def num_fitting(self, num_tokens: int) -> int:
+        """Return how many requests of so many tokens the KV cache holds."""
+        return min((group.num_blocks - 1) // self.num_held_blocks(group, num_tokens) for group in self.groups)
+
+    def num_held_blocks(self, group: BlockGroup, num_tokens: int) -> int:
+        """Return how many blocks of a group a decoding request of so many tokens has, at most."""
+        num_blocks = self.num_blocks_for(num_tokens)
+        if group.window is None:
+            return num_blocks
+        num_ahead = self.max_steps_per_cohort * (1 + self.max_drafts) + self.num_lookahead_tokens
+        return min(num_blocks, self.num_blocks_for(group.window + num_ahead) + 1)
+
+    def _held_tokens(self, group: BlockGroup) -> int:
+        """Return the most tokens of a request that is alone, as this group has it."""
+        num_usable = group.num_blocks - 1
+        if self.num_held_blocks(group, self.max_model_len) <= num_usable:
+            return max(self.max_model_len, num_usable * self.block_size)
+        return num_usable * self.block_size
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold that many tokens."""

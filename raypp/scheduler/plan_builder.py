@@ -30,7 +30,7 @@ def build_plan(step: InFlightStep, max_mask_wait_us: int = 0, block_copies: Byte
         # A row of length n computes from position n - 1 on: its last token has no KV yet.
         num_computed_tokens.append(state.num_tokens + state.max_in_flight_tokens - 1)
         requires_feedback_of = max(requires_feedback_of, state.last_yield_step)
-        if state.num_sent_blocks != len(state.blocks):
+        if state.has_new_blocks:
             grown.append(state)
     samples = np.ones(num_decode_rows + len(chunks), np.bool_)
     if chunks:
@@ -41,7 +41,8 @@ def build_plan(step: InFlightStep, max_mask_wait_us: int = 0, block_copies: Byte
         requires_feedback_of = max(requires_feedback_of, *[chunk.row_last_step for chunk in chunks])
         starting = [chunk.state for chunk in chunks if chunk.is_first]
         if starting:
-            starts, grown = _start_arrays(starting), grown + starting
+            starts = _start_arrays(starting)
+        grown += [chunk.state for chunk in chunks if chunk.state.has_new_blocks]
         num_item_tokens = sum(map(_num_item_tokens, chunks))
         if any(chunk.state.never_drafts for chunk in chunks):
             drafting = np.array([*[True] * num_decode_rows, *[not chunk.state.never_drafts for chunk in chunks]])
@@ -168,17 +169,20 @@ def pack_start_items(starting: Sequence[RequestState]) -> Bytes:
 
 
 def _block_arrays(grown: Sequence[RequestState]) -> dict[str, NDArray[Any]]:
+    groups: list[int] = []
     rows: list[int] = []
     positions: list[int] = []
     block_ids: list[int] = []
     for state in grown:
-        num_sent, num_blocks = state.num_sent_blocks, len(state.blocks)
-        rows += [state.row] * (num_blocks - num_sent)
-        positions += range(num_sent, num_blocks)
-        block_ids += state.blocks[num_sent:]
-        state.num_sent_blocks = num_blocks
-    columns = np.array([rows, positions, block_ids], np.int32)
-    return {"block_rows": columns[0], "block_positions": columns[1], "block_ids": columns[2]}
+        state.has_new_blocks = False
+        for group, table in enumerate(state.tables):
+            num_sent, num_blocks = table.num_sent, len(table.blocks)
+            groups += [group] * (num_blocks - num_sent)
+            rows += [state.row] * (num_blocks - num_sent)
+            positions += range(num_sent, num_blocks)
+            block_ids += table.blocks[num_sent:]
+            table.num_sent = num_blocks
+    return dict(zip(_BLOCK_ARRAYS, np.array([groups, rows, positions, block_ids], np.int32), strict=True))
 
 
 def _int32s(values: Iterable[int]) -> NDArray[np.int32]:
@@ -195,5 +199,6 @@ _NO_STARTS = {
     name: _empty(np.int32)
     for name in ("start_rows", "start_prompt_lens", "start_limits", "start_num_tokens", "start_token_ids")
 } | {"start_params": _empty(row_params.DTYPE), "start_lists": NO_BYTES, "start_items": NO_BYTES}
-_NO_BLOCKS = {name: _empty(np.int32) for name in ("block_rows", "block_positions", "block_ids")}
+_BLOCK_ARRAYS = ("block_groups", "block_rows", "block_positions", "block_ids")
+_NO_BLOCKS = {name: _empty(np.int32) for name in _BLOCK_ARRAYS}
 _ALL_DRAFT = _empty(np.bool_)

@@ -14,12 +14,6 @@ from raypp.scheduler.running import Chunk, RunningRequests
 from raypp.scheduler.scheduler_stats import Counters
 from raypp.scheduler.step_budget import StepBudget, StepPredictor, StepWork, Waiting, prompt_pairs
 
-"""Whether it has no claim to go first, priority, whether it begins here, and arrival. The smallest is served first.
-
-No two requests have the same.
-"""
-
-
 class PrefillChooser:
     """Cuts prompts into chunks and admits waiting requests. Chunks need no feedback, so any step may carry them."""
 
@@ -56,7 +50,7 @@ class PrefillChooser:
             self._predictor,
             _work_of(decoding, num_drafts),
             self._waiting(),
-            free_kv_share=self._kv.num_free / self._limits.num_usable_blocks,
+            free_kv_share=self._kv.free_share,
             any_decodes=len(self._running) > len(prefilling),
         )
         chunks: list[Chunk] = []
@@ -89,6 +83,8 @@ class PrefillChooser:
     def _continue(self, state: RequestState, budget: StepBudget) -> Chunk | None:
         start, end = state.num_prefilled_tokens, state.num_prefill_tokens
         num_tokens = budget.chunk_tokens(start, end - start)
+        if num_tokens:
+            num_tokens = self._kv.hold_chunk(state, num_tokens, len(self._running) - 1)
         return Chunk(state, start, num_tokens, start + num_tokens == end, is_first=False) if num_tokens else None
 
     def _admit(self, budget: StepBudget, last_collected: int) -> Chunk | None:
@@ -103,12 +99,14 @@ class PrefillChooser:
         if not self._kv.may_admit(state, num_reserved):
             return None
         prefix = self._kv.find_prefix(state)
-        if self._kv.is_being_computed(state, len(prefix), self._running.prefilling):
+        if self._kv.is_being_computed(state, prefix.num_blocks, self._running.prefilling):
             return None
-        num_cached_tokens = len(prefix) * self._limits.block_size
+        num_cached_tokens = prefix.num_blocks * self._limits.block_size
         num_rest = state.num_tokens - num_cached_tokens
         num_tokens = budget.chunk_tokens(num_cached_tokens, num_rest)
-        if not num_tokens or not self._kv.try_admit(state, prefix, num_reserved):
+        if num_tokens:
+            num_tokens = self._kv.try_admit(state, prefix, num_tokens, num_reserved)
+        if not num_tokens:
             return None
         self._queue.remove(state)
         row_last_step = self._running.start(state, num_cached_tokens)

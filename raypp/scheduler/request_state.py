@@ -26,6 +26,20 @@ class ItemPin:
 
 
 @dataclass(eq=False, slots=True)
+class BlockTable:
+    """A request's blocks of one group: entry i holds the tokens at positions [i * block_size, (i + 1) * block_size)."""
+
+    blocks: list[int]  # NULL_BLOCK before `first`
+    first: int = 0  # what lies before it is seen by no token to come
+    num_sent: int = 0  # leading entries that the stages know or never need
+
+    @property
+    def indices(self) -> range:
+        """Of the entries that hold tokens."""
+        return range(self.first, len(self.blocks))
+
+
+@dataclass(eq=False, slots=True)
 class RequestState:
     """One unfinished request: waiting, or running in a row.
 
@@ -51,11 +65,12 @@ class RequestState:
     num_prefill_tokens: int = 0  # known tokens when the row was taken: what its prefill computes
     num_prefilled_tokens: int = 0  # of these, found in the prefix cache or dispatched
 
-    blocks: list[int] = field(default_factory=list)  # its block table
-    num_sent_blocks: int = 0  # leading entries that the stages were told of
+    tables: list[BlockTable] = field(default_factory=list)  # by group of layers
+    num_held_tokens: int = 0  # that the shortest of them has blocks for
+    has_new_blocks: bool = False  # whether the next plan carries entries of them
     block_hashes: list[bytes] = field(default_factory=list)  # of leading full blocks, as far as they were needed
     num_offered_blocks: int = 0  # leading blocks that came from the prefix cache or were offered to it
-    num_wanted_blocks: int = 0  # free blocks that the last failed attempt to admit it needed; 0 without one
+    num_wanted_blocks: tuple[int, ...] = ()  # by group: free blocks that the last failed attempt to admit it needed
 
     item_pin: ItemPin | None = None  # from the order of its images to the dispatch of the last chunk with one
 
@@ -110,12 +125,12 @@ def token_limit(request: Request, limits: SchedulerLimits) -> int:
             hint="shorten the prompt or raise max_model_len",
         )
     limit = min(num_prompt_tokens + request.params.max_tokens, limits.max_model_len)
-    if limits.num_blocks_for(limit) > limits.num_usable_blocks:
+    if limit > limits.max_request_tokens:
         raise RequestError(
             "the KV cache cannot hold this request even when it is alone",
             request_id=request_id,
             got=f"{num_prompt_tokens} prompt tokens and max_tokens = {request.params.max_tokens}",
-            expected=f"at most {limits.num_usable_blocks * limits.block_size} tokens, prompt and output together",
+            expected=f"at most {limits.max_request_tokens} tokens, prompt and output together",
             hint="lower max_tokens, or give the KV cache more blocks",
         )
     return limit

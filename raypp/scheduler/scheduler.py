@@ -217,7 +217,9 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return the state of the scheduler, and its counters since the start."""
-        num_free, drafts, copies = self._kv.num_free, self._drafts.counts, self._kv.in_cpu_memory
+        groups, drafts, limits = self._kv.groups, self._drafts.counts, self._limits.groups
+        copied_out = [group.in_cpu_memory.num_copied_out for group in groups]
+        copied_in = [group.in_cpu_memory.num_copied_in for group in groups]
         num_drafted, num_accepted = drafts.num_drafted, drafts.num_accepted
         return SchedulerStats(
             num_running=len(self._running),
@@ -227,15 +229,17 @@ class Scheduler:
             num_query_items=self.items.num_query_items,
             num_hit_items=self.items.num_hit_items,
             num_in_flight=len(self._in_flight),
-            num_blocks=self._limits.num_blocks,
-            num_free_blocks=num_free,
-            kv_usage=1 - num_free / self._limits.num_usable_blocks,
+            num_blocks=sum(group.num_blocks for group in limits),
+            num_free_blocks=sum(group.pool.num_free for group in groups),
+            kv_usage=1 - min(group.pool.num_free / group.num_usable for group in groups),
             num_cpu_blocks=self._limits.num_cpu_blocks,
-            num_used_cpu_blocks=len(copies),
-            num_blocks_copied_out=copies.num_copied_out,
-            num_blocks_copied_in=copies.num_copied_in,
-            num_cpu_hit_tokens=copies.num_copied_in * self._limits.block_size,
-            num_copied_bytes=(copies.num_copied_out + copies.num_copied_in) * self._limits.block_bytes,
+            num_used_cpu_blocks=sum(len(group.in_cpu_memory) for group in groups),
+            num_blocks_copied_out=sum(copied_out),
+            num_blocks_copied_in=sum(copied_in),
+            num_cpu_hit_tokens=max(copied_in) * self._limits.block_size,
+            num_copied_bytes=sum(
+                (out + back) * group.block_bytes for group, out, back in zip(limits, copied_out, copied_in, strict=True)
+            ),
             num_draft_tokens=num_drafted,
             num_accepted_tokens=num_accepted,
             num_verified_rows=drafts.num_rows,
@@ -252,7 +256,7 @@ class Scheduler:
         running, waiting = list(self._running), [*self._queue, *self.items]
         assert len(running) + len(waiting) == len(self._states)
         assert {*running, *waiting} == set(self._states.values())
-        assert all(state.row == NO_ROW and not state.blocks for state in waiting)
+        assert all(state.row == NO_ROW and not state.tables for state in waiting)
         self._running.check_integrity()
         self._queue.check_integrity(running)
         self._in_flight.check_integrity([*running, *waiting], self._limits.max_steps_per_cohort)
@@ -274,7 +278,7 @@ class Scheduler:
             return None
         step = InFlightStep(step_id, cohort, num_drafts if decoding else 0, decoding, chunks)
         wait_us = 0 if running.num_without_grammar else MAX_MASK_WAIT_US
-        plan = build_plan(step, wait_us, self._kv.in_cpu_memory.take_copies() if limits.num_cpu_blocks else NO_BYTES)
+        plan = build_plan(step, wait_us, self._kv.take_copies() if limits.num_cpu_blocks else NO_BYTES)
         for state in decoding:
             state.last_step = state.last_yield_step = step_id
             state.num_in_flight_yields += 1
@@ -296,7 +300,7 @@ class Scheduler:
             newest_feedback: Only rows that yielded their last token in this step or before are chosen.
         """
         chosen: list[RequestState] = []
-        block_size, max_steps = self._limits.block_size, self._limits.max_steps_per_cohort
+        max_steps = self._limits.max_steps_per_cohort
         num_ahead = num_drafts + self._limits.num_lookahead_tokens
         for state in cohort.states.copy():  # a preemption takes rows out
             if state.last_yield_step > newest_feedback or state.num_in_flight_yields >= max_steps:
@@ -304,7 +308,7 @@ class Scheduler:
             if state.num_tokens + state.num_in_flight_yields >= state.limit:
                 continue  # the steps in flight bring it to its limit
             num_tokens = min(state.num_tokens + state.max_in_flight_tokens + num_ahead, state.limit)
-            if num_tokens > len(state.blocks) * block_size and not self._make_room(state, num_tokens, chosen):
+            if num_tokens > state.num_held_tokens and not self._make_room(state, num_tokens, chosen):
                 continue
             chosen.append(state)
         return chosen
@@ -343,7 +347,7 @@ class Scheduler:
             self.items.note_growth(state, len(taken))
         elif reason is not FinishReason.ERROR:
             # All but the last token were computed by steps whose results are in.
-            self._kv.offer(state, state.num_tokens - 1)
+            self._kv.take_computed(state)
         if reason:
             if reason is FinishReason.ERROR:
                 self.without_logits.append(state.request)

@@ -71,7 +71,7 @@ class ReplayRow:
     num_logprobs: int = -1
     num_prompt_logprobs: int = -1
     prompt_len: int = 0
-    table: dict[int, int] = field(default_factory=dict)
+    table: dict[tuple[int, int], int] = field(default_factory=dict)  # by group and index
     histories: list[int] = field(default_factory=list)  # truth: after each token
     token_ids: list[int] = field(default_factory=list)  # truth
 
@@ -88,9 +88,9 @@ class ReplayStage:
         self._rng = rng
         self._caps_at_limit = caps_at_limit  # whether a row at its limit yields nothing, or tokens to be dropped
         self._rows = [ReplayRow() for _ in range(limits.max_num_seqs)]
-        self._kv: dict[tuple[int, int], int] = {}
-        self._cpu_kv: dict[int, list[int | None]] = {}
-        self._touched: dict[int, int] = {}  # by block: the last step that read or wrote it
+        self._kv: dict[tuple[int, int, int], int] = {}  # by group, block and offset
+        self._cpu_kv: dict[tuple[int, int], list[int | None]] = {}
+        self._touched: dict[tuple[int, int], int] = {}  # by group and block: the last step that read or wrote it
         self._step_id = NO_STEP
         self.num_ahead = 0  # copies in, without a row that starts with the plan and has the block
         self._feedback: deque[tuple[int, list[tuple[int, int, list[int], list[int]]]]] = deque()
@@ -107,7 +107,10 @@ class ReplayStage:
         if len(plan.block_copies):
             copies = unpack(BlockCopies, plan.block_copies.data)
             self._copy(copies)
-            self.num_ahead += len(set(copies.in_block_ids.tolist()) - set(plan.block_ids.tolist()))
+            of_plan = set(zip(plan.block_groups.tolist(), plan.block_ids.tolist(), strict=True))
+            self.num_ahead += len(
+                set(zip(copies.in_groups.tolist(), copies.in_block_ids.tolist(), strict=True)) - of_plan
+            )
         self._step_id = plan.step_id
         inputs = [self._inputs(plan, index) for index in range(len(plan.rows))]
         for row, start, _ in inputs:  # before anything is written: nobody reads what this same step computes
@@ -174,21 +177,25 @@ class ReplayStage:
 
     def _copy(self, copies: BlockCopies) -> None:
         assert copies.after_step <= self._step_id, "copies wait for a step behind them"
-        out = dict(zip(copies.out_cpu_block_ids.tolist(), copies.out_block_ids.tolist(), strict=True))
-        back = dict(zip(copies.in_block_ids.tolist(), copies.in_cpu_block_ids.tolist(), strict=True))
+        of_out = [(copies.out_groups, copies.out_cpu_block_ids), (copies.out_groups, copies.out_block_ids)]
+        of_back = [(copies.in_groups, copies.in_block_ids), (copies.in_groups, copies.in_cpu_block_ids)]
+        out, back = (
+            dict(zip(*(list(zip(*(each.tolist() for each in pair), strict=True)) for pair in pairs), strict=True))
+            for pairs in (of_out, of_back)
+        )
         assert len(out) == len(copies.out_block_ids)
         assert len(back) == len(copies.in_block_ids)
-        assert max([*out, *back.values()]) < self._limits.num_cpu_blocks
-        for block in [*out.values(), *back]:
-            assert 0 < block < self._limits.num_blocks
-            assert self._touched.get(block, NO_STEP) <= copies.after_step, "a copy does not wait for its block"
+        assert all(block < self._limits.groups[group].num_cpu_blocks for group, block in [*out, *back.values()])
+        for group, block in [*out.values(), *back]:
+            assert 0 < block < self._limits.groups[group].num_blocks
+            assert self._touched.get((group, block), NO_STEP) <= copies.after_step, "a copy does not wait for its block"
         offsets = range(self._limits.block_size)
         for cpu_block, block in out.items():
-            self._cpu_kv[cpu_block] = [self._kv.get((block, offset)) for offset in offsets]
-            self._kv.update({(block, offset): -1 for offset in offsets})  # nobody may read it any more
+            self._cpu_kv[cpu_block] = [self._kv.get((*block, offset)) for offset in offsets]
+            self._kv.update({(*block, offset): -1 for offset in offsets})  # nobody may read it any more
         for block, cpu_block in back.items():
             assert None not in self._cpu_kv[cpu_block], "a block was copied out before it was full"
-            self._kv.update({(block, offset): self._cpu_kv[cpu_block][offset] for offset in offsets})
+            self._kv.update({(*block, offset): self._cpu_kv[cpu_block][offset] for offset in offsets})
 
     def _apply_feedback(self, until: int) -> None:
         while self._feedback and self._feedback[0][0] <= until:
@@ -215,8 +222,8 @@ class ReplayStage:
             for token_id in row.known:
                 row.append(token_id)
         assert offset == len(plan.start_token_ids)
-        for row_index, position, block in zip(plan.block_rows, plan.block_positions, plan.block_ids, strict=True):
-            self._rows[row_index].table[int(position)] = int(block)
+        for group, row_index, position, block in entries_of(plan):
+            self._rows[row_index].table[group, position] = block
 
     def _inputs(self, plan: StepPlan, index: int) -> tuple[int, int, list[int]]:
         """Return the row, the position of its first token in this step, and its tokens, as the first stage has them."""
@@ -233,22 +240,25 @@ class ReplayStage:
         assert row.last_token_id == row.token_ids[-1]
         return row_index, row.length - 1, [row.last_token_id, *row.draft_ids[: plan.num_drafts]]
 
-    def _slot(self, row: ReplayRow, position: int) -> tuple[int, int]:
-        block = row.table.get(position // self._limits.block_size, NULL_BLOCK)
+    def _slot(self, row: ReplayRow, group: int, position: int) -> tuple[int, int, int]:
+        block = row.table.get((group, position // self._limits.block_size), NULL_BLOCK)
         assert block != NULL_BLOCK, "a position below the limit has no block"
-        self._touched[block] = self._step_id
-        return block, position % self._limits.block_size
+        self._touched[group, block] = self._step_id
+        return group, block, position % self._limits.block_size
 
     def _check_history(self, row: ReplayRow, start: int) -> None:
-        for position in range(min(start, row.limit)):
-            assert self._kv[self._slot(row, position)] == row.histories[position], "the KV holds other tokens"
+        for index, group in enumerate(self._limits.groups):
+            first = 0 if group.window is None else max(0, start + 1 - group.window)
+            for position in range(first, min(start, row.limit)):
+                assert self._kv[self._slot(row, index, position)] == row.histories[position], "the KV holds other tokens"
 
     def _write(self, row: ReplayRow, start: int, token_ids: list[int]) -> None:
         history = row.histories[start - 1] if start else ROOT
         for position, token_id in enumerate(token_ids, start):
             history = extend(history, token_id)
             if position < row.limit:
-                self._kv[self._slot(row, position)] = history
+                for group in range(len(self._limits.groups)):
+                    self._kv[self._slot(row, group, position)] = history
 
     def _sample(self, row: ReplayRow, draft_ids: list[int]) -> list[int]:
         history, new = row.histories[-1], [next_token(row.histories[-1], row.seed)]
@@ -268,6 +278,12 @@ class ReplayStage:
         return draft_ids
 
 
+def entries_of(plan: StepPlan) -> list[tuple[int, int, int, int]]:
+    """Return a plan's entries of block tables: group, row, index and block of each."""
+    columns = (plan.block_groups, plan.block_rows, plan.block_positions, plan.block_ids)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
 def _columns(values: list[int], width: int) -> np.ndarray:
     """Return each value in column 0, and larger ones beside it."""
     return np.array(values, np.int32).reshape(-1, 1) + np.arange(width, dtype=np.int32)
@@ -282,7 +298,7 @@ class PlanWatcher:
         self._last_step_of_row = [NO_STEP] * limits.max_num_seqs
         self._next_step_id = 0
         self._num_collected = 0
-        self.tables: list[dict[int, int]] = [{} for _ in range(limits.max_num_seqs)]
+        self.tables: list[dict[tuple[int, int], int]] = [{} for _ in range(limits.max_num_seqs)]
 
     def note_dispatched(self, plan: StepPlan) -> None:
         limits = self._limits
@@ -309,9 +325,9 @@ class PlanWatcher:
         assert set(plan.block_rows.tolist()) <= set(plan.rows.tolist())
         for row in plan.start_rows.tolist():
             self.tables[row] = {}
-        for row, position, block in zip(plan.block_rows, plan.block_positions, plan.block_ids, strict=True):
-            assert 0 < block < limits.num_blocks
-            self.tables[row][int(position)] = int(block)
+        for group, row, position, block in entries_of(plan):
+            assert 0 < block < limits.groups[group].num_blocks
+            self.tables[row][group, position] = block
         for row in plan.rows.tolist():
             self._last_step_of_row[row] = plan.step_id
 

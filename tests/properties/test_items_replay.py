@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_scheduler_replay import Drive, drive, limits, scarce_limits
 
+from raypp.messages import BlockGroup
 from raypp.errors import RequestError
 from raypp.messages import StartItems, StepPlan, unpack
 from raypp.prompt_items import EncoderItem, PromptItems, keys_of_array
@@ -158,7 +159,7 @@ def small_limits(max_item_tokens: int) -> SchedulerLimits:
         max_num_batched_tokens=64,
         max_model_len=40,
         block_size=4,
-        num_blocks=40,
+        groups=(BlockGroup(40),),
         enable_prefix_caching=False,
         max_item_tokens=max_item_tokens,
     )

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from replay_stage import VOCAB_SIZE, PlanWatcher, ReplayStage, reference_output
 
-from raypp.messages import StepResult, TokenLogprobs
+from raypp.messages import BlockGroup, StepResult, TokenLogprobs
 from raypp.prompt_items import PromptItems
 from raypp.request import Request
 from raypp.scheduler.limits import SchedulerLimits
@@ -31,15 +31,20 @@ def limits(draw: st.DrawFn) -> SchedulerLimits:
     max_num_seqs = draw(st.integers(1, 9))
     max_step_rows = -(-max_num_seqs // num_stages)
     enable_prefix_caching = draw(st.booleans())
+    windows = [draw(st.sampled_from([None, None, 1, 2, 7, 16]))]
+    windows += draw(st.lists(st.integers(1, 20), max_size=2))
+    groups = tuple(
+        BlockGroup(draw(st.integers(8, 40)), window, draw(st.integers(0, 30)) if enable_prefix_caching else 0)
+        for window in windows
+    )
     return SchedulerLimits(
         num_stages=num_stages,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=draw(st.integers(max_step_rows, max_step_rows + 24)),
         max_model_len=draw(st.integers(12, 48)),
         block_size=draw(st.integers(1, 5)),
-        num_blocks=draw(st.integers(8, 40)),
+        groups=groups,
         enable_prefix_caching=enable_prefix_caching,
-        num_cpu_blocks=draw(st.integers(0, 30)) if enable_prefix_caching else 0,
         max_copied_blocks=draw(st.integers(1, 9)),
         min_prefill_chunk_tokens=draw(st.integers(1, 12)),
         max_steps_per_cohort=draw(st.integers(2, 4)),
@@ -112,7 +117,7 @@ class Drive:
 
     def add(self) -> None:
         rng = self.rng
-        capacity = min(self.limits.max_model_len, (self.limits.num_blocks - 1) * self.limits.block_size)
+        capacity = min(self.limits.max_model_len, self.limits.max_request_tokens)
         num_prompt = rng.randint(1, capacity - 1)
         prompt = rng.choice(self.shared)[: rng.randint(0, num_prompt)]
         prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(num_prompt - len(prompt))]
@@ -160,7 +165,9 @@ class Drive:
             if state.row in plan.rows:
                 # Counted already, this step included: a row whose steps in flight must end it needs no further one.
                 assert state.num_tokens + state.num_in_flight_yields <= state.limit
-                assert self.watcher.tables[state.row] == dict(enumerate(state.blocks))
+                held = {(g, i): table.blocks[i] for g, table in enumerate(state.tables) for i in table.indices}
+                sent = self.watcher.tables[state.row]
+                assert held == {at: block for at, block in sent.items() if at[1] in state.tables[at[0]].indices}
         self.stage.submit(plan)
         assert self.scheduler.num_in_flight <= self.limits.max_steps_per_cohort * self.limits.num_stages
         return True
@@ -244,7 +251,7 @@ class Drive:
     def check_nothing_is_left(self) -> None:
         stats = self.scheduler.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_in_flight) == (0, 0, 0)
-        assert stats.num_free_blocks == self.limits.num_blocks - 1
+        assert stats.num_free_blocks == sum(group.num_blocks - 1 for group in self.limits.groups)
         assert self.scheduler._running.num_free_rows == self.limits.max_num_seqs
         assert self.scheduler.schedule() is None
         assert stats.num_preemptions == sum(r.num_preemptions for r in self.requests[self.num_before :])
@@ -274,26 +281,30 @@ def test_every_token_is_computed_from_the_right_history(limits, seed, num_action
     drive(limits, seed, num_actions)
 
 
-def scarce_limits(seed: int, **more: int) -> SchedulerLimits:
+def scarce_limits(seed: int, window: int | None = None, **more: int) -> SchedulerLimits:
     """Return limits under which a few requests run out of everything; every second has blocks in CPU memory."""
+    num_cpu_blocks = 0 if seed % 2 else seed
+    groups = [BlockGroup(20, None, num_cpu_blocks)]
+    if window is not None:
+        groups.append(BlockGroup(14, window, num_cpu_blocks))
     return SchedulerLimits(
         num_stages=1 + seed % 4,
         max_num_seqs=6,
         max_num_batched_tokens=16,
         max_model_len=40,
         block_size=3,
-        num_blocks=20,
+        groups=tuple(groups),
         enable_prefix_caching=seed % 2 == 0,
-        num_cpu_blocks=0 if seed % 2 else seed,
         min_prefill_chunk_tokens=4,
         **more,
     )
 
 
-def test_the_random_drives_meet_what_they_are_for():
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_random_drives_meet_what_they_are_for(window: int | None):
     met: Counter[str] = Counter()
     for seed in range(30):
-        run = drive(scarce_limits(seed, max_drafts=seed % 3), seed, num_actions=80)
+        run = drive(scarce_limits(seed, window, max_drafts=seed % 3), seed, num_actions=80)
         stats = run.scheduler.stats()
         met["preempted"] += stats.num_preemptions > 0
         met["cached"] += stats.num_prefix_hit_tokens > 0

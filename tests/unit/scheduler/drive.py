@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from raypp.messages import StepPlan, StepResult
+from raypp.messages import BlockGroup, StepPlan, StepResult
 from raypp.request import Request, RequestUpdate
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.scheduler import Scheduler
@@ -25,7 +25,9 @@ def make_limits(**overrides) -> SchedulerLimits:
         "enable_prefix_caching": False,
         "min_prefill_chunk_tokens": 8,
     }
-    return SchedulerLimits(**(settings | overrides))
+    settings |= overrides
+    sizes = {name: settings.pop(name) for name in ("num_blocks", "num_cpu_blocks", "block_bytes") if name in settings}
+    return SchedulerLimits(**{"groups": (BlockGroup(**sizes),)} | settings)
 
 
 def make_request(

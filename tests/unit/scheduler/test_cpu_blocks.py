@@ -1,17 +1,11 @@
-from raypp.messages import NO_STEP, BlockCopies, unpack
+from raypp.messages import NO_STEP
 from raypp.scheduler.kv_blocks import CpuBlocks
 
 
 def taken(blocks: CpuBlocks) -> tuple[int, dict[int, int], dict[int, int]]:
     """Return the batch: after which step, device to CPU blocks out, device to CPU blocks in."""
     blocks.check_integrity()
-    packed = blocks.take_copies()
-    if not len(packed):
-        return NO_STEP, {}, {}
-    copies = unpack(BlockCopies, packed.data)
-    out = zip(copies.out_block_ids.tolist(), copies.out_cpu_block_ids.tolist(), strict=True)
-    back = zip(copies.in_block_ids.tolist(), copies.in_cpu_block_ids.tolist(), strict=True)
-    return copies.after_step, dict(out), dict(back)
+    return tuple(blocks.take_copies())
 
 
 def test_what_was_kept_comes_back():
