@@ -13,7 +13,7 @@ from device_speed import DeviceSpeed
 
 from raypp.api.timeline import Forward
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import kv_bytes_per_token_per_layer, layer_sizes, lm_head_bytes
+from raypp.models.sizes import kv_bytes_per_token, layer_sizes, lm_head_bytes
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -49,10 +49,10 @@ class StageLimit:
         sizes = layer_sizes(self.model, self.dtype_bytes)[self.start_layer : self.end_layer]
         layer_bytes = sum(size.reads.of(work.num_tokens) for size in sizes)
         head_bytes = lm_head_bytes(self.model, self.dtype_bytes) * self.is_last
-        kv_bytes = num_layers * kv_bytes_per_token_per_layer(self.model, self.dtype_bytes) * work.num_kv_tokens
+        kv_bytes = num_layers * kv_bytes_per_token(self.model, self.dtype_bytes)[0] * work.num_kv_tokens
         flops = sum(size.flops(work.num_tokens) for size in sizes)
         flops += 2 * head_bytes / self.dtype_bytes * work.num_logits
-        flops += 4 * num_layers * self.model.num_heads * self.model.head_dim * work.num_attended
+        flops += 4 * num_layers * self.model.attention[0].num_heads * self.model.attention[0].head_dim * work.num_attended
         read_s = (layer_bytes + head_bytes + kv_bytes) / self.speed.read_bytes_per_s
         return max(read_s, flops / self.speed.flops_per_s)
 

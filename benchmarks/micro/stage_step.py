@@ -27,7 +27,7 @@ from report import print_report
 from raypp.models.config import load_model_config
 from raypp.models.decoder import DecoderModel
 from raypp.models.registry import build_model
-from raypp.models.sizes import kv_bytes_per_token_per_layer
+from raypp.models.sizes import kv_bytes_per_token
 from raypp.models.weights import DummyWeights
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice
@@ -137,7 +137,7 @@ def main() -> None:
     with torch.inference_mode():
         for rows in args.rows:
             step = StageStep(model, caches, rows, args.context, is_last, args.query_len, args.prompts)
-            kv_bytes = rows * args.context * (end - start) * kv_bytes_per_token_per_layer(config, kv_dtype.itemsize)
+            kv_bytes = rows * args.context * sum(kv_bytes_per_token(config, kv_dtype.itemsize)[start:end])
             reading_ms = (loaded_bytes - embedding_bytes + kv_bytes) / BYTES_PER_MS
             (device_ms, host_ms), found = step_ms(step.run), kernels_of(step.run)
             print(f"{rows} rows: {device_ms:.3f} ms ({host_ms:.3f} to launch), reading {reading_ms:.3f} ms")

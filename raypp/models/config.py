@@ -15,7 +15,7 @@ from typing import Any, cast
 from raypp.errors import ModelLoadError
 from raypp.models.checkpoint_names import are_alike, file_of_tensor, has_safetensors, stored_tensors
 from raypp.models.config_fields import ConfigFields, read_json
-from raypp.models.families import FAMILIES, QWEN_EXPERTS, ExpertFamily, ExpertNames
+from raypp.models.families import FAMILIES, QWEN_EXPERTS, ExpertFamily, ExpertNames, Windows
 from raypp.models.generation_config import GENERATION_CONFIG
 from raypp.models.quantization import Quantization, read_quantization
 from raypp.models.rope_config import RopeConfig, read_rope, with_rope_scaling
@@ -47,11 +47,58 @@ _KV_KNOWN = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": Fa
 _KV_WHERE_UNSAID = {"strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
+_SLIDING = "sliding_attention"
+_LAYER_TYPES = {"full_attention", _SLIDING}
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 EMBEDDING = "embed_tokens.weight"
 """The token embedding's name below a model's `weight_prefix`."""
 LM_HEAD = "lm_head.weight"
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """What a layer keeps of every token that a query may see: keys and values, in blocks, addressed by position."""
+
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    window: int | None = None  # tokens that a query sees, its own included; None: all before it
+
+    def bytes_per_token(self, dtype_bytes: int) -> int:
+        """Return what a token takes, with elements of `dtype_bytes`."""
+        return self.num_kv_heads * (self.k_dim + self.v_dim) * dtype_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """How a layer attends."""
+
+    num_heads: int  # Hq
+    num_kv_heads: int  # Hk, a divisor of Hq
+    head_dim: int  # of queries and keys
+    v_dim: int  # of values
+    rope: RopeConfig
+    window: int | None = None  # tokens that a query sees, its own included; None: all before it
+    scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    soft_cap: float | None = None  # scores become cap * tanh(score / cap)
+    has_sinks: bool = False  # whether every head has a logit of its own in the softmax
+
+    @property
+    def cache(self) -> PagedKV:
+        """What the layer keeps."""
+        return PagedKV(self.num_kv_heads, self.head_dim, self.v_dim, self.window)
+
+    @property
+    def row_sizes(self) -> tuple[int, int, int]:
+        """Elements of a token's queries, keys and values."""
+        keys, values = self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_dim
+        return self.num_heads * self.head_dim, keys, values
+
+    @property
+    def output_size(self) -> int:
+        """Elements of a token's output."""
+        return self.num_heads * self.v_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +109,8 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    attention: tuple[AttentionConfig, ...]  # of each layer
     rms_norm_eps: float
-    rope: RopeConfig
     qkv_bias: bool
     attention_output_bias: bool
     mlp_bias: bool
@@ -81,6 +124,18 @@ class ModelConfig:
     experts: ExpertConfig | None = None  # None: all layers are dense
     quantization: Quantization | None = None  # None: weights are floats of 16 or 32 bits
     has_fp8_kv_cache: bool = False  # whether the checkpoint was made for a KV cache in 8 bits
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.attention)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The windows that layers have, the widest first: layers with the same one keep the same tokens: a group."""
+        found = {each.window for each in self.attention}
+        widest = [None] if None in found else []
+        return (*widest, *sorted((window for window in found if window is not None), reverse=True))
 
     def experts_of(self, layer: int) -> ExpertConfig | None:
         """Return the experts of a layer, None if it is dense."""
@@ -113,8 +168,6 @@ def load_model_config(
     if rope_scaling is not None:
         fields = with_rope_scaling(fields, rope_scaling)
     refuse_unsupported(fields)
-    if family.uses_sliding_window and (window := fields.get("sliding_window")) is not None:
-        raise fields.error("sliding_window", window, "null: raypp has no sliding-window attention")
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -125,6 +178,12 @@ def load_model_config(
     num_positions = fields.integer("max_position_embeddings", family.default_max_position_embeddings)
     rope, num_positions = read_rope(fields, num_positions, max_model_len)
     num_layers = fields.integer("num_hidden_layers")
+    attention = AttentionConfig(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, v_dim=head_dim, rope=rope
+    )
+    layers = [replace(attention, window=window) for window in read_windows(fields, family.windows, num_layers)]
+    if family.layer_attention is not None:
+        layers = [family.layer_attention(fields, index, layer) for index, layer in enumerate(layers)]
     vision = read_vision_config(path, whole, hidden_size) if family.has_vision else None
     if vision is not None and rope.mrope_section is None:
         raise fields.error("rope_parameters.mrope_section", "nothing", "three numbers of pairs: time, height, width")
@@ -135,12 +194,8 @@ def load_model_config(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        attention=tuple(layers),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=rope,
         qkv_bias=fields.flag(family.qkv_bias),
         attention_output_bias=fields.flag(family.attention_output_bias),
         mlp_bias=fields.flag(family.mlp_bias),
@@ -209,15 +264,32 @@ def _architecture(fields: ConfigFields) -> str:
 
 def refuse_unsupported(fields: ConfigFields) -> None:
     """Refuse what changes a layer's computation and raypp does not have."""
-    if fields.get("use_sliding_window"):
-        raise fields.error("use_sliding_window", True, "false: raypp has no sliding-window attention")
-    layer_types = fields.get("layer_types") or []
-    others = sorted({str(kind) for kind in layer_types} - {"full_attention"})
-    if others:
-        raise fields.error("layer_types", others, "full_attention in every layer")
     activation = fields.get("hidden_act")
     if activation not in (None, "silu", "swish"):  # two names of one function
         raise fields.error("hidden_act", repr(activation), "silu, or swish, which is the same")
+
+
+def read_windows(fields: ConfigFields, windows: Windows | None, num_layers: int) -> list[int | None]:
+    """Return the window of each layer; None: it sees all.
+
+    Raises:
+        ModelLoadError: a field is wrong, or names a kind of attention that raypp does not have.
+    """
+    window, first = None, 0
+    if windows is not None and (not windows.has_switch or fields.get("use_sliding_window")):
+        window = windows.default
+        if "sliding_window" in fields.values:
+            window = None if fields.get("sliding_window") is None else fields.integer("sliding_window")
+        if windows.first_layer is not None:
+            first = fields.integer("max_window_layers", windows.first_layer)
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return [window if index >= first else None for index in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(map(str, kinds)) <= _LAYER_TYPES:
+        raise fields.error("layer_types", kinds, f"{num_layers} of {', '.join(sorted(_LAYER_TYPES))}")
+    if _SLIDING in kinds and window is None:
+        raise fields.error("sliding_window", window, f"a number of tokens: layer_types has {_SLIDING}")
+    return [window if kind == _SLIDING else None for kind in kinds]
 
 
 def read_dtype(fields: ConfigFields) -> str:

@@ -60,6 +60,8 @@ class DecoderLayer(Protocol):
 
     has_experts: bool
     """Whether its MLP is sparse."""
+    output_size: int
+    """Elements of attention's output per token, Hq * Dv."""
 
     def before_attention(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return queries, keys and values, [T, (Hq + 2 Hk) * D], of the residual stream [T, H]."""
@@ -107,9 +109,13 @@ class DecoderModel:
         self.dtype = dtype
         self.device = device
         self.kernels = kernels
-        self._inverse_frequencies = inverse_frequencies(config.head_dim, config.rope).to(device)
-        axes = axis_frequencies(config.head_dim, config.rope)
-        self._axis_frequencies = None if axes is None else axes.to(device)
+        self._rotations = list({(each.head_dim, each.rope): None for each in config.attention[start_layer:end_layer]})
+        self._rotation_of = [
+            self._rotations.index((each.head_dim, each.rope)) for each in config.attention[start_layer:end_layer]
+        ]
+        self._inverse_frequencies = [inverse_frequencies(*each).to(device) for each in self._rotations]
+        axes = [axis_frequencies(*each) for each in self._rotations]
+        self._axis_frequencies = [each.to(device) for each in axes if each is not None]
         self.layers: list[DecoderLayer] = []
         """None yet before `load_weights`."""
         self._embedding: torch.Tensor | None = None
@@ -215,12 +221,18 @@ class DecoderModel:
         that has some; kv_caches one per layer, see `raypp.ops.kv_cache`.
         """
         frequencies = self._inverse_frequencies if positions.ndim == 1 else self._axis_frequencies
-        assert frequencies is not None, "positions along axes, for a model that has none"
-        rope = self.kernels.rotation(positions, frequencies, self._config.rope.attention_factor)
-        for depth, layer, kv_cache in zip(self._layer_indices, self.layers, kv_caches, strict=True):
+        assert len(frequencies) == len(self._rotations), "positions along axes, for a model that has none"
+        ropes = [
+            self.kernels.rotation(positions, each, rope.attention_factor)
+            for each, (_, rope) in zip(frequencies, self._rotations, strict=True)
+        ]
+        for depth, layer, rotation, kv_cache in zip(
+            self._layer_indices, self.layers, self._rotation_of, kv_caches, strict=True
+        ):
             if depth in self.taps:
                 self._tap(depth, hidden)
-            attended = layer.attend(layer.before_attention(hidden), rope, kv_cache, attention, attention.padded_out)
+            out = None if attention.padded_out is None else attention.padded_out[layer.output_size]
+            attended = layer.attend(layer.before_attention(hidden), ropes[rotation], kv_cache, attention, out)
             hidden = layer.after_attention(hidden, attended)
             if deepstack is not None and depth - deepstack.first_layer < len(deepstack.rows):
                 indices = deepstack.token_indices
@@ -234,9 +246,9 @@ class DecoderModel:
         self.taps[depth][: len(hidden)].copy_(hidden)  # a layer may overwrite its input
 
     @property
-    def attention_size(self) -> int:
-        """Elements of attention's output per token, Hq * D."""
-        return self._config.num_heads * self._config.head_dim
+    def attention_sizes(self) -> tuple[int, ...]:
+        """Elements of attention's output per token, Hq * Dv, of any of the layers; all differ."""
+        return tuple({self._config.attention[index].output_size: None for index in self._layer_indices})
 
     @property
     def can_be_recorded(self) -> bool:
@@ -284,7 +296,7 @@ class CompiledLayer:
     def __init__(
         self, layer: DecoderLayer, before: CompiledFunction, after: CompiledFunction | None, fewest_tokens: int
     ) -> None:
-        self.has_experts = layer.has_experts
+        self.has_experts, self.output_size = layer.has_experts, layer.output_size
         self._layer = layer
         self._before = before
         self._after = after
@@ -334,9 +346,9 @@ def compile_layers(model: DecoderModel, max_tokens: int, backend: str) -> None:
         model.costs["compile"] = GraphCost()
         return
     started = time.perf_counter()
-    sizes = (model.hidden_size, model.attention_size)
-    hidden, attended = (torch.zeros(1, size, dtype=model.dtype, device=model.device) for size in sizes)
     dense = next((layer for layer in model.layers if not layer.has_experts), None)
+    sizes = (model.hidden_size, model.layers[0].output_size)
+    hidden, attended = (torch.zeros(1, size, dtype=model.dtype, device=model.device) for size in sizes)
     sizes_of_steps = {"fewest_tokens": fewest_tokens, "most_tokens": max_tokens}
     with torch.inference_mode():
         before = CompiledFunction(_before, model.layers[0], (hidden,), **sizes_of_steps, backend=backend)

@@ -74,7 +74,7 @@ class DraftHead:
         self._kernels = kernels = kernels.in_8_bits() if config.has_8_bit_weights else kernels
         self._choice = choice
         layer, hidden = config.layer, config.layer.hidden_size
-        self.qkv_size = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
+        self.qkv_size = sum(layer.attention[0].row_sizes)
         self._embedding = (
             weights.tensor("embed_tokens.weight", config.target_vocab_size, hidden)
             if config.has_embedding
@@ -83,14 +83,15 @@ class DraftHead:
         fc_bias = weights.tensor("fc.bias", hidden) if config.has_fc_bias else None
         self._fc = kernels.linear(weights.weight(("fc",), (hidden,), config.fc_inputs), fc_bias)
         below = weights.below(config.layer_prefix)
-        attention = read_attention(layer, below.below("self_attn."), config.attention_inputs)
+        attention = read_attention(layer, 0, below.below("self_attn."), config.attention_inputs)
         self._read_entry(below, attention)
         self._attention = kernels.attention(attention.heads)
         self._output = kernels.add_linear(attention.output, attention.output_bias)
         self._mlp = GatedMLP(layer, below, kernels)
         self._logits = self._read_lm_head(weights)
         self._draft_to_target = _draft_to_target(config, weights) if config.maps_vocabulary else None
-        self._inverse_frequencies = inverse_frequencies(layer.head_dim, layer.rope).to(weights.device)
+        self._rope = layer.attention[0].rope
+        self._inverse_frequencies = inverse_frequencies(layer.attention[0].head_dim, self._rope).to(weights.device)
 
     def _read_entry(self, weights: WeightReader, attention: AttentionWeights) -> None:
         config, kernels, eps = self.config, self._kernels, self.config.layer.rms_norm_eps
@@ -144,8 +145,7 @@ class DraftHead:
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
         """Return what tokens at these positions are rotated by. Shapes: positions [T] int64."""
-        rope = self.config.layer.rope
-        return self._kernels.rotation(positions, self._inverse_frequencies, rope.attention_factor)
+        return self._kernels.rotation(positions, self._inverse_frequencies, self._rope.attention_factor)
 
     def append(self, qkv: torch.Tensor, rope: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write the keys and values of tokens. Shapes: qkv [T, (Hq + 2 Hk) * D]; slot_mapping [T] int64."""

@@ -18,7 +18,7 @@ from typing import Literal
 
 from raypp.errors import ModelLoadError
 from raypp.models.checkpoint_names import PICKLED_FILE, has_safetensors, no_weights, stored_tensors
-from raypp.models.config import ModelConfig, read_dtype, refuse_unsupported
+from raypp.models.config import AttentionConfig, ModelConfig, read_dtype, refuse_unsupported
 from raypp.models.config_fields import ConfigFields, read_json
 from raypp.models.families import FAMILIES
 from raypp.models.rope_config import read_rope
@@ -94,10 +94,10 @@ class DraftHeadConfig:
     def _step_products(self) -> tuple[_Product, ...]:
         """The weights that every draft reads, if the head has them: of the layer, and the LM head."""
         layer = self.layer
-        hidden, queries = layer.hidden_size, layer.num_heads * layer.head_dim
+        hidden, attention = layer.hidden_size, layer.attention[0]
         return (
-            _Product(queries + 2 * layer.num_kv_heads * layer.head_dim, self.attention_inputs),
-            _Product(hidden, queries),
+            _Product(sum(attention.row_sizes), self.attention_inputs),
+            _Product(hidden, attention.output_size),
             _Product(2 * layer.intermediate_size, hidden),
             _Product(hidden, layer.intermediate_size),
             _Product(self.has_lm_head * layer.vocab_size, hidden),
@@ -175,17 +175,22 @@ def load_draft_head_config(path: Path, target: ModelConfig, *, is_dummy: bool = 
         shapes = _usual_shapes(kind, hidden_size, draft_vocab_size, vocab_size)
     prefix = "midlayer." if any(name.startswith("midlayer.") for name in shapes) else "layers.0."
     rope, _ = read_rope(fields, fields.integer("max_position_embeddings", target.max_position_embeddings))
+    head_dim = fields.integer("head_dim", hidden_size // num_heads)
     layer = ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=draft_vocab_size,
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=1,
-        num_heads=num_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-        head_dim=fields.integer("head_dim", hidden_size // num_heads),
+        attention=(
+            AttentionConfig(
+                num_heads=num_heads,
+                num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+                head_dim=head_dim,
+                v_dim=head_dim,
+                rope=rope,
+            ),
+        ),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=rope,
         qkv_bias=f"{prefix}self_attn.q_proj.bias" in shapes,
         attention_output_bias=f"{prefix}self_attn.o_proj.bias" in shapes,
         mlp_bias=f"{prefix}mlp.gate_proj.bias" in shapes,
@@ -280,8 +285,9 @@ def _check_fits(
         raise fields.error(
             "hidden_size", hidden, f"{target.hidden_size}, the target's: the head uses its embedding or LM head"
         )
-    if config.layer.num_heads % config.layer.num_kv_heads:
-        raise fields.error("num_key_value_heads", config.layer.num_kv_heads, f"a divisor of {config.layer.num_heads}")
+    attention = config.layer.attention[0]
+    if attention.num_heads % attention.num_kv_heads:
+        raise fields.error("num_key_value_heads", attention.num_kv_heads, f"a divisor of {attention.num_heads}")
     if config.layer.vocab_size != target.vocab_size and not (config.maps_vocabulary and config.has_lm_head):
         raise fields.error(
             "draft_vocab_size", config.layer.vocab_size, f"{target.vocab_size}, or tensors d2t and lm_head.weight"

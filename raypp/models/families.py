@@ -8,7 +8,13 @@ Sources: the published checkpoints' config.json and tensor names; transformers 5
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raypp.models.config import AttentionConfig
+    from raypp.models.config_fields import ConfigFields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +39,19 @@ class ExpertFamily:
     normalizes: bool | str = True  # whether the weights of a token's experts add up to 1: fixed, or the key
 
 
+@dataclass(frozen=True)
+class Windows:
+    """Which layers of an architecture see a window of `sliding_window` tokens, where `layer_types` does not say it."""
+
+    default: int | None = None  # where config.json has no `sliding_window`; None: no window
+    has_switch: bool = False  # whether it counts only where `use_sliding_window` is true
+    first_layer: int | None = None  # where it has no `max_window_layers`; None: all layers, whatever that says
+
+
+LayerAttention = Callable[["ConfigFields", int, "AttentionConfig"], "AttentionConfig"]
+"""Returns what a layer has, given config.json, its index, and what layers have as a rule."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """What the checkpoints of an architecture have in common."""
@@ -45,7 +64,8 @@ class Family:
     default_max_position_embeddings: int
     weight_prefix: str = "model."  # of the language model's tensors, but for the LM head's
     has_vision: bool = False  # config.json has `text_config` and `vision_config`; see `raypp.models.qwen3_vl`
-    uses_sliding_window: bool = False  # where `sliding_window` is a number, whatever `use_sliding_window` says
+    windows: Windows | None = None  # None: all layers see all tokens, whatever `sliding_window` says
+    layer_attention: LayerAttention | None = None  # where layers differ in more than the window: returns a layer's own
     experts: ExpertFamily | None = None  # None: all layers are dense
 
 
@@ -57,8 +77,13 @@ FAMILIES = {
         mlp_bias="mlp_bias",
         default_max_position_embeddings=2048,
     ),
+    # Mistral and Ministral: Llama's layer, in the first versions with a window.
+    "MistralForCausalLM": Family(default_max_position_embeddings=131072, windows=Windows(4096)),
+    "MinistralForCausalLM": Family(default_max_position_embeddings=131072, windows=Windows(4096)),
     # Qwen2 and Qwen2.5.
-    "Qwen2ForCausalLM": Family(qkv_bias=True, default_max_position_embeddings=32768),
+    "Qwen2ForCausalLM": Family(
+        qkv_bias=True, default_max_position_embeddings=32768, windows=Windows(4096, has_switch=True, first_layer=28)
+    ),
     # Qwen3, dense.
     "Qwen3ForCausalLM": Family(
         qkv_bias="attention_bias",
@@ -66,6 +91,7 @@ FAMILIES = {
         qk_norm=True,
         default_head_dim=128,
         default_max_position_embeddings=32768,
+        windows=Windows(4096, has_switch=True, first_layer=28),
     ),
     # Qwen3, with experts.
     "Qwen3MoeForCausalLM": Family(
@@ -73,12 +99,13 @@ FAMILIES = {
         attention_output_bias="attention_bias",
         qk_norm=True,
         default_max_position_embeddings=32768,
+        windows=Windows(4096, has_switch=True),
         experts=ExpertFamily(normalizes="norm_topk_prob"),
     ),
     # Mixtral: Llama's attention, and experts in all layers.
     "MixtralForCausalLM": Family(
         default_max_position_embeddings=131072,
-        uses_sliding_window=True,
+        windows=Windows(),
         experts=ExpertFamily(
             names=ExpertNames(block="block_sparse_moe.", gate="w1", up="w3", down="w2"),
             intermediate_size="intermediate_size",

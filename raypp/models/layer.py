@@ -42,16 +42,15 @@ class AttentionWeights:
     output_bias: torch.Tensor | None
 
 
-def read_attention(config: ModelConfig, weights: WeightReader, num_inputs: int) -> AttentionWeights:
-    """Read a layer's attention, whose projection has `num_inputs` columns K.
+def read_attention(config: ModelConfig, index: int, weights: WeightReader, num_inputs: int) -> AttentionWeights:
+    """Read the attention of layer `index`, whose projection has `num_inputs` columns K.
 
     Raises:
         ModelLoadError: a tensor is missing, has the wrong shape, or cannot be read.
     """
-    hidden, head_dim = config.hidden_size, config.head_dim
-    q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    rows = (q_size, kv_size, kv_size)
-    qkv_bias = output_bias = norm = None
+    hidden, attention = config.hidden_size, config.attention[index]
+    rows, head_dim = attention.row_sizes, attention.head_dim
+    qkv_bias = output_bias = norm = sinks = None
     if config.qkv_bias:
         qkv_bias = weights.stacked(("q_proj.bias", "k_proj.bias", "v_proj.bias"), rows)
     if config.attention_output_bias:
@@ -59,11 +58,27 @@ def read_attention(config: ModelConfig, weights: WeightReader, num_inputs: int) 
     if config.qk_norm:
         q_norm, k_norm = (weights.tensor(f"{name}_norm.weight", head_dim) for name in "qk")
         norm = HeadNorm(q_norm, k_norm, config.rms_norm_eps)
+    if attention.has_sinks:
+        sinks = weights.tensor("sinks", attention.num_heads).float()
+    k_scale, v_scale = read_kv_scales(weights)
     return AttentionWeights(
-        heads=Heads(config.num_heads, config.num_kv_heads, head_dim, norm, *read_kv_scales(weights)),
+        heads=Heads(
+            attention.num_heads,
+            attention.num_kv_heads,
+            head_dim,
+            norm=norm,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            v_dim=attention.v_dim,
+            scale=head_dim**-0.5 if attention.scale is None else attention.scale,
+            window=attention.window,
+            soft_cap=attention.soft_cap,
+            sinks=sinks,
+            group=config.windows.index(attention.window),
+        ),
         qkv=weights.weight(("q_proj", "k_proj", "v_proj"), rows, num_inputs),
         qkv_bias=qkv_bias,
-        output=weights.weight(("o_proj",), (hidden,), q_size),
+        output=weights.weight(("o_proj",), (hidden,), attention.output_size),
         output_bias=output_bias,
     )
 
@@ -106,12 +121,12 @@ class TransformerLayer:
     """
 
     def __init__(self, config: ModelConfig, index: int, weights: WeightReader, kernels: KernelSet) -> None:
-        attention = read_attention(config, weights.below("self_attn."), config.hidden_size)
+        attention = read_attention(config, index, weights.below("self_attn."), config.hidden_size)
         input_norm = weights.tensor("input_layernorm.weight", config.hidden_size)
         self._qkv = kernels.norm_linear(input_norm, config.rms_norm_eps, attention.qkv, attention.qkv_bias)
         self._attention = kernels.attention(attention.heads)
         self._output = kernels.add_linear(attention.output, attention.output_bias)
-        self.has_experts = config.experts_of(index) is not None
+        self.has_experts, self.output_size = config.experts_of(index) is not None, config.attention[index].output_size
         mlp = SparseMLP if self.has_experts else GatedMLP
         self._mlp = mlp(config, weights, kernels)
 

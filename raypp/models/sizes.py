@@ -86,6 +86,16 @@ def layer_prefix(config: ModelConfig, layer_index: int) -> str:
     return f"{config.weight_prefix}layers.{layer_index}."
 
 
+def qkv_width(config: ModelConfig) -> int:
+    """Return the elements of a token's queries, keys and values, in the widest layer."""
+    return max(sum(attention.row_sizes) for attention in config.attention)
+
+
+def kv_bytes_per_token(config: ModelConfig, kv_dtype_bytes: int) -> list[int]:
+    """Return the bytes of KV cache that one token takes in each layer that keeps it."""
+    return [attention.cache.bytes_per_token(kv_dtype_bytes) for attention in config.attention]
+
+
 def mlp_width(config: ModelConfig) -> int:
     """Return the elements that a token's MLP takes at once, its input and output aside, in the widest layer.
 
@@ -117,11 +127,6 @@ def parameter_counts(config: ModelConfig) -> tuple[int, int]:
     return total, sum(size.num_active for size in sizes) + ends
 
 
-def kv_bytes_per_token_per_layer(config: ModelConfig, kv_dtype_bytes: int) -> int:
-    """Return the bytes of KV cache that one token takes in one layer."""
-    return 2 * config.num_kv_heads * config.head_dim * kv_dtype_bytes
-
-
 def _layer_size(config: ModelConfig, index: int, dtype_bytes: int) -> LayerSize:
     prefix, (shared, of_expert) = layer_prefix(config, index), _products(config, index)
     others = _num_other_parameters(config, index)
@@ -141,9 +146,11 @@ def _layer_size(config: ModelConfig, index: int, dtype_bytes: int) -> LayerSize:
 
 def _products(config: ModelConfig, index: int) -> tuple[list[_Product], list[_Product]]:
     """Return the products of a layer that all tokens share, and those of one of its experts."""
-    hidden, query = config.hidden_size, config.num_heads * config.head_dim
-    qkv = query + 2 * config.num_kv_heads * config.head_dim
-    shared = [_Product("self_attn.q_proj", qkv, hidden), _Product("self_attn.o_proj", hidden, query)]
+    hidden, attention = config.hidden_size, config.attention[index]
+    shared = [
+        _Product("self_attn.q_proj", sum(attention.row_sizes), hidden),
+        _Product("self_attn.o_proj", hidden, attention.output_size),
+    ]
     experts = config.experts_of(index)
     if experts is None:
         return shared + _gated_mlp("mlp.", ("gate_proj", "down_proj"), hidden, config.intermediate_size), []
@@ -159,9 +166,9 @@ def _gated_mlp(prefix: str, names: tuple[str, str], hidden: int, intermediate: i
 def _num_other_parameters(config: ModelConfig, index: int) -> int:
     """Return how many parameters of a layer are never quantized: norms, biases, the router."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
-    query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    count = 2 * hidden + 2 * config.head_dim * config.qk_norm
-    count += (query + 2 * key_value) * config.qkv_bias + hidden * config.attention_output_bias
+    attention = config.attention[index]
+    count = 2 * hidden + 2 * attention.head_dim * config.qk_norm + attention.num_heads * attention.has_sinks
+    count += sum(attention.row_sizes) * config.qkv_bias + hidden * config.attention_output_bias
     experts = config.experts_of(index)
     if experts is not None:
         return count + experts.num_experts * hidden

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import LayerSize, kv_bytes_per_token_per_layer, layer_sizes, lm_head_bytes
+from raypp.models.sizes import LayerSize, kv_bytes_per_token, layer_sizes, lm_head_bytes
 from raypp.scheduler.step_budget import RooflineCost, StageTimes
 
 FREE_STEP_TOKENS = {"cuda": 184, "cpu": 12}
@@ -172,9 +172,13 @@ def estimated_times(
         on_gpu: Where it runs.
     """
     device = _GPU if on_gpu else _CPU
-    kv_bytes = kv_bytes_per_token_per_layer(model, kv_dtype_bytes)
-    pair_flops = 4.0 * model.num_heads * model.head_dim
-    layers = [device.layer(size, pair_flops, kv_bytes, free_tokens) for size in layer_sizes(model, dtype_bytes)]
+    # What a window leaves out is counted, too: measured steps correct it.
+    layers = [
+        device.layer(size, 2.0 * each.num_heads * (each.head_dim + each.v_dim), kv_bytes, free_tokens)
+        for size, each, kv_bytes in zip(
+            layer_sizes(model, dtype_bytes), model.attention, kv_bytes_per_token(model, kv_dtype_bytes), strict=True
+        )
+    ]
     head_ms = lm_head_bytes(model, dtype_bytes) / device.bytes_per_ms
     ends = [0, *accumulate(num_layers)]
     found = []

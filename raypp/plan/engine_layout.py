@@ -17,7 +17,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig, as_stored, load_model_config
 from raypp.models.quantization import ONLINE_FP8, Quantization
-from raypp.models.sizes import kv_bytes_per_token_per_layer
+from raypp.models.sizes import kv_bytes_per_token
 from raypp.plan.encoder_plan import EncoderPlan, plan_encoders
 from raypp.plan.hardware import Hardware
 from raypp.plan.layer_partition import layers_per_stage
@@ -101,18 +101,27 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     num_threads = config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages)
     head, head_path = draft_head(config, model, hardware, device=device, dtype=dtype)
     held = held_model(model, hardware, device=device, dtype=dtype)
+    if head is not None and model.windows[0] is not None:
+        raise ConfigError(
+            "a draft head sees all tokens of a request, and this model keeps none that long",
+            got=f"speculative.method={config.speculative.method}, windows of {model.windows[0]} tokens in all layers",
+            expected="a model with layers that see all tokens",
+            hint='speculative.method = "ngram"',
+        )
     layers = layers_per_stage(config, held, head, dtype_bytes, device)
-    block_bytes = config.cache.block_size * kv_bytes_per_token_per_layer(model, kv_dtype_bytes)
-    weight_bytes = stage_weight_bytes(held, layers, dtype_bytes)
     starts = [sum(layers[:index]) for index in range(num_stages)]
+    block_bytes = [
+        block_bytes_by_group(model, config.cache.block_size, kv_dtype_bytes, start, start + count)
+        for start, count in zip(starts, layers, strict=True)
+    ]
+    weight_bytes = stage_weight_bytes(held, layers, dtype_bytes)
     head_spec = None if head is None else draft_head_spec(config, head_path, head, starts)
     window = ngram_window(config, model)
-    stage_block_bytes = [count * block_bytes for count in layers]
     head_bytes = 0
     if head is not None:
         head_bytes = draft_head_bytes(head, model, num_stages, dtype_bytes)
         weight_bytes[-1] += head_bytes
-        stage_block_bytes[-1] += config.cache.block_size * kv_bytes_per_token_per_layer(head.layer, kv_dtype_bytes)
+        block_bytes[-1][0] += config.cache.block_size * sum(kv_bytes_per_token(head.layer, kv_dtype_bytes))
     encoders = plan_encoders(
         config,
         model,
@@ -130,7 +139,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         device=device,
         dtype_bytes=dtype_bytes,
         weight_bytes=weight_bytes,
-        block_bytes=stage_block_bytes,
+        block_bytes=block_bytes,
         speculation_bytes=speculation_bytes(config, model, window, head_spec, dtype_bytes),
         item_bytes=encoders.item_bytes,
     )
@@ -150,6 +159,17 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         layers=tuple(layers),
         memory=memory,
     )
+
+
+def block_bytes_by_group(
+    model: ModelConfig, block_size: int, kv_dtype_bytes: int, start_layer: int, end_layer: int
+) -> list[int]:
+    """Return what a KV block of each group of layers takes on a stage that has the layers [start_layer, end_layer)."""
+    windows, sizes = model.windows, kv_bytes_per_token(model, kv_dtype_bytes)
+    block_bytes = [0] * len(windows)
+    for index in range(start_layer, end_layer):
+        block_bytes[windows.index(model.attention[index].window)] += block_size * sizes[index]
+    return block_bytes
 
 
 def _device(config: EngineConfig, hardware: Hardware) -> str:

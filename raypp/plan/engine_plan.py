@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.config.sections import TransportKind
 from raypp.errors import ConfigError
 from raypp.grammar.vocabulary import VocabularySource
+from raypp.messages import BlockGroup
 from raypp.models.config import ModelConfig
 from raypp.models.generation_config import read_sampling_defaults
 from raypp.models.registry import resolve_model_path
@@ -25,6 +27,7 @@ from raypp.plan.graph_plan import describe_graphs, graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware
 from raypp.plan.speculation_plan import check_host_memory, draft_cost, draft_policy, resolved_speculation, table_bytes
 from raypp.plan.stage_memory import (
+    block_mix,
     check_cpu_memory,
     check_main_memory,
     longest_request,
@@ -69,14 +72,18 @@ class EnginePlan(EngineLayout):
 
     transport: TransportKind
     max_model_len: int
-    num_blocks: int  # KV blocks of every stage, the null block included
-    num_cpu_blocks: int  # that every stage keeps in CPU memory, beside those
+    groups: tuple[BlockGroup, ...]  # layers that keep the same tokens, and the KV blocks of every stage for them
     num_staged_blocks: int  # of these, the ones on their way at a time
     max_copied_blocks: int  # of these, the most that a plan brings back while others run
     graphs: GraphSpec  # which steps are recorded and replayed
     max_steps_per_cohort: int  # in flight
     stages: tuple[StageLayout, ...]
     sampling_defaults: Mapping[str, Any]  # of `SamplingParams`, where a request says nothing
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of every stage, of the group of layers that sees the most; the null block included."""
+        return self.groups[0].num_blocks
 
     def scheduler_limits(self) -> SchedulerLimits:
         """Return what the scheduler must keep to."""
@@ -87,10 +94,8 @@ class EnginePlan(EngineLayout):
             max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             block_size=self.config.cache.block_size,
-            num_blocks=self.num_blocks,
-            num_cpu_blocks=self.num_cpu_blocks,
+            groups=self.groups,
             max_copied_blocks=self.max_copied_blocks,
-            block_bytes=sum(stage.kv_cache_bytes for stage in self.stages) // self.num_blocks,
             enable_prefix_caching=self.config.cache.enable_prefix_caching,
             min_prefill_chunk_tokens=self.config.scheduler.min_prefill_chunk_tokens,
             max_itl_ms=self.config.scheduler.max_itl_ms or math.inf,
@@ -156,8 +161,7 @@ class EnginePlan(EngineLayout):
             max_model_len=self.max_model_len,
             vocab_size=self.model.vocab_size,
             block_size=self.config.cache.block_size,
-            num_blocks=self.num_blocks,
-            num_cpu_blocks=self.num_cpu_blocks,
+            groups=self.groups,
             num_staged_blocks=self.num_staged_blocks,
             max_drafts=self.config.speculative.max_drafts,
             speculative=self.config.speculative,
@@ -213,7 +217,11 @@ class EnginePlan(EngineLayout):
             "num_threads_per_stage": self.num_threads,
             "block_size": self.config.cache.block_size,
             "num_kv_blocks": self.num_blocks,
-            "num_cpu_kv_blocks": self.num_cpu_blocks,
+            "num_cpu_kv_blocks": sum(group.num_cpu_blocks for group in self.groups),
+            "kv_groups": [
+                {"window": group.window, "num_kv_blocks": group.num_blocks, "num_cpu_kv_blocks": group.num_cpu_blocks}
+                for group in self.groups
+            ],
             "num_drafts": list(self.config.speculative.ladder),
             "draft_head_weights": None if self.draft_head is None else self.draft_head.config.weights_name,
             "graphs": describe_graphs(self.config, self.graphs),
@@ -265,15 +273,15 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
         ConfigError, ResourceError: as `plan_engine`.
     """
     config, model, memory = layout.config, layout.model, layout.memory
-    block_bytes = [stage.block_bytes for stage in memory]
-    num_in_cpu_memory = num_cpu_blocks(config, block_bytes)
+    block_bytes, mix = [stage.block_bytes for stage in memory], block_mix(config, model)
+    choose = num_blocks_on_cpu if layout.device == "cpu" else num_blocks_on_gpus
+    num_blocks = mix.of(choose(config, mix, memory))
+    num_in_cpu_memory = num_cpu_blocks(config, memory, num_blocks)
     if layout.device == "cpu":
-        num_blocks = num_blocks_on_cpu(config, block_bytes)
-        num_held = num_blocks + num_in_cpu_memory
+        num_held = list(map(add, num_blocks, num_in_cpu_memory))
         check_main_memory(memory, num_held)
         check_host_memory(config, hardware, layout.ngram_window, memory[-1].weight_bytes + memory[-1].kv(num_held))
     else:
-        num_blocks = num_blocks_on_gpus(config, memory)
         check_cpu_memory(config, hardware, [stage.kv(num_in_cpu_memory) for stage in memory])
     last = len(layout.layers) - 1
     stages = tuple(
@@ -293,9 +301,13 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
     return EnginePlan(
         **vars(layout),
         transport=_transport(config, layout.device),
-        max_model_len=longest_request(config, model, num_blocks),
-        num_blocks=num_blocks,
-        num_cpu_blocks=num_in_cpu_memory,
+        max_model_len=longest_request(config, model, mix, num_blocks),
+        groups=tuple(
+            BlockGroup(count, window, in_cpu_memory, sum(of_group))
+            for count, window, in_cpu_memory, of_group in zip(
+                num_blocks, mix.windows, num_in_cpu_memory, zip(*block_bytes, strict=True), strict=True
+            )
+        ),
         num_staged_blocks=num_staged_blocks(config, block_bytes),
         max_copied_blocks=max_copied_blocks(block_bytes),
         graphs=graph_spec(config, model, layout.device, layout.dtype_bytes, hardware.gpu_memory_bytes),

@@ -20,7 +20,7 @@ from raypp.models.sizes import parameter_counts
 from raypp.plan.engine_layout import EngineLayout, lay_out
 from raypp.plan.engine_plan import EnginePlan, plan_layout
 from raypp.plan.hardware import Hardware, Machine, described_hardware, num_machines_for
-from raypp.plan.stage_memory import check_one_machine
+from raypp.plan.stage_memory import block_mix, check_one_machine
 
 REQUEST_LENGTHS = (2048, 8192, 32768)
 """Tokens of the requests that are counted, besides the longest that can be: prompt and output together."""
@@ -55,14 +55,13 @@ class Fit:
     @property
     def num_cpu_kv_tokens(self) -> int:
         """Tokens whose KV fits into CPU memory besides."""
-        return 0 if self.plan is None else self.plan.num_cpu_blocks * self.config.cache.block_size
+        return 0 if self.plan is None else self.plan.groups[0].num_cpu_blocks * self.config.cache.block_size
 
     def requests_held(self, num_tokens: int) -> int:
         """Return how many requests of that many tokens, prompt and output together, the KV cache holds."""
         if self.plan is None:
             return 0
-        limits = self.plan.scheduler_limits()
-        return limits.num_usable_blocks // limits.num_blocks_for(num_tokens)
+        return self.plan.scheduler_limits().num_fitting(num_tokens)
 
     def num_requests(self, num_tokens: int) -> int:
         """Return how many requests of that many tokens run at once: `max_num_seqs` limits them, too."""
@@ -116,13 +115,15 @@ class Fit:
 
     def _stage(self, index: int) -> dict[str, Any]:
         memory, start = self.layout.memory[index], self.layout.start_layers[index]
-        kv_bytes = None if self.plan is None else memory.kv(self.plan.num_blocks)
-        cpu_kv_bytes = 0 if self.plan is None else memory.kv(self.plan.num_cpu_blocks)
+        groups = () if self.plan is None else self.plan.groups
+        kv_bytes = memory.kv([group.num_blocks for group in groups]) if groups else None
+        cpu_kv_bytes = memory.kv([group.num_cpu_blocks for group in groups])
         of_share = cpu_kv_bytes if self.layout.device == "cpu" else 0
         return {
             "stage_index": index,
             "layers": [start, start + self.layout.layers[index]],
             **asdict(memory),
+            "block_bytes": sum(memory.block_bytes),
             "kv_cache_bytes": kv_bytes,
             "cpu_kv_bytes": cpu_kv_bytes,
             "left_bytes": memory.share_bytes - memory.taken_bytes - (kv_bytes or 0) - of_share,
@@ -154,7 +155,7 @@ def check_fit(
             num_machines = _placed(layout, machines)
         plan = plan_layout(layout, hardware)
         if layout.device == "cpu" and machines is not None:  # else there may be others in the cluster
-            check_one_machine(layout.memory, plan.num_blocks + plan.num_cpu_blocks)
+            check_one_machine(layout.memory, [group.num_blocks + group.num_cpu_blocks for group in plan.groups])
     except ResourceError as error:
         plan, problem = None, error
     return Fit(
@@ -252,14 +253,14 @@ def layers_by_memory(fit: Fit) -> Alternative | None:
     """
     if fit.layout.device != "cuda" or (fit.machines is not None and fit.num_machines is None):
         return None
-    best, layers = fit, list(fit.layout.layers)
+    best, layers, mix = fit, list(fit.layout.layers), block_mix(fit.config, fit.layout.model)
     while len(layers) > 1:
-        rooms = [stage.max_blocks for stage in best.layout.memory]
+        rooms = [stage.max_blocks(mix) for stage in best.layout.memory]
         fullest = rooms.index(min(rooms))
         layers[fullest] -= 1
         layers[rooms.index(max(rooms))] += 1
         moved = _changed(fit, {"layer_partition": layers}, fit.machines) if layers[fullest] else None
-        if moved is None or min(stage.max_blocks for stage in moved.layout.memory) <= min(rooms):
+        if moved is None or min(stage.max_blocks(mix) for stage in moved.layout.memory) <= min(rooms):
             break
         best = moved
     if best.plan is None or best.num_kv_tokens < _WORTH_MENTION * fit.num_kv_tokens:

@@ -11,7 +11,7 @@ from typing import Any
 
 from raypp.config.engine_config import EngineConfig
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import LOGIT_BYTES, layer_sizes, mlp_width
+from raypp.models.sizes import LOGIT_BYTES, layer_sizes, mlp_width, qkv_width
 from raypp.stage.stage_spec import GraphSpec
 from raypp.stage.step_sizes import StepSizes
 
@@ -108,7 +108,7 @@ def _graph_bytes(sizes: StepSizes, config: EngineConfig, model: ModelConfig, dty
     graphs += len(sizes.full) * (_BODY_BYTES + _NUM_TAILS * _TAIL_BYTES)
     most_pieces = max(sizes.piecewise, default=0)
     most_full = max((size.num_tokens for size in sizes.full), default=0)
-    attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    attention = qkv_width(model)
     pool = max(most_pieces, most_full) * (4 * model.hidden_size + 2 * attention + mlp_width(model))
     buffers = most_pieces * (2 * model.hidden_size + attention)
     logits_bytes = most_full * model.vocab_size * LOGIT_BYTES

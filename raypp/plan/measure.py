@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import add
 from typing import Any, cast
 
 import numpy as np
@@ -20,15 +21,15 @@ import torch
 
 from raypp.config.engine_config import EngineConfig
 from raypp.config.sections import SpeculativeSection
-from raypp.messages import StepPlan, StepResult
+from raypp.messages import BlockGroup, StepPlan, StepResult
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import kv_bytes_per_token_per_layer, layer_prefix, layer_sizes, linear_modules
+from raypp.models.sizes import kv_bytes_per_token, layer_prefix, layer_sizes, linear_modules
 from raypp.ops.attention import AttentionBatch
 from raypp.plan.cost_model import StepCosts, parts_of
 from raypp.plan.engine_plan import EnginePlan
 from raypp.plan.hardware import Hardware
 from raypp.plan.layer_partition import LayerRoom, even_partition, fastest_partition
-from raypp.plan.stage_memory import stage_budget_bytes, stage_weight_bytes
+from raypp.plan.stage_memory import block_mix, stage_budget_bytes, stage_weight_bytes
 from raypp.request import Request
 from raypp.sampling_params import SamplingParams
 from raypp.scheduler.scheduler import Scheduler
@@ -160,7 +161,7 @@ def model_of_alike_layers(model: ModelConfig, layer_index: int, num_layers: int)
         prefix = layer_prefix(model, layer_index)
         plain = [name for name in linear_modules(model, layer_index) if not quantization.covers(prefix + name)]
         quantization = replace(quantization, skipped=tuple(plain))
-    return replace(model, num_layers=num_layers, experts=experts, quantization=quantization)
+    return replace(model, attention=(model.attention[layer_index],) * num_layers, experts=experts, quantization=quantization)
 
 
 def _drafting_bytes(plan: EnginePlan) -> int:
@@ -201,8 +202,10 @@ class _Rig:
             max_step_tokens=max(plan.config.scheduler.max_num_batched_tokens, num_rows + num_prompt_tokens),
             max_model_len=max(num_tokens, num_prompt_tokens + 1),
             # The scheduler keeps a block free for each running request when it admits another one.
-            num_blocks=1 + num_rows * blocks_per_row + num_prompts * (prompt_blocks + max_rows),
-            num_cpu_blocks=0,
+            groups=tuple(
+                BlockGroup(1 + num_rows * blocks_per_row + num_prompts * (prompt_blocks + max_rows), window)
+                for window in model.windows
+            ),
             trace=False,
             max_drafts=0,
             speculative=SpeculativeSection(),
@@ -239,8 +242,7 @@ class _Rig:
             max_num_seqs=max_rows,
             max_num_batched_tokens=common.max_step_tokens,
             max_model_len=common.max_model_len,
-            num_blocks=common.num_blocks,
-            num_cpu_blocks=common.num_cpu_blocks,
+            groups=common.groups,
             enable_prefix_caching=False,
         )
         self._scheduler = Scheduler(limits)
@@ -466,11 +468,15 @@ def layer_room(plan: EnginePlan, hardware: Hardware) -> LayerRoom:
     cache = plan.config.cache
     # Blocks that were asked for are needed; else as many as the longest request takes, and the null block.
     num_blocks = cache.num_kv_blocks or 1 + -(-plan.max_model_len // cache.block_size)
-    kv_bytes = num_blocks * cache.block_size * kv_bytes_per_token_per_layer(model, plan.kv_dtype_bytes)
+    of_windows = dict(zip(model.windows, block_mix(plan.config, model).of(num_blocks), strict=True))
+    kv_bytes = [
+        of_windows[attention.window] * cache.block_size * token_bytes
+        for attention, token_bytes in zip(model.attention, kv_bytes_per_token(model, plan.kv_dtype_bytes), strict=True)
+    ]
     besides = stage_weight_bytes(model, [0] * len(plan.stages), dtype_bytes)
     besides[-1] += plan.stages[-1].draft_head_bytes
     budget_bytes = stage_budget_bytes(plan.config, hardware, model, device=plan.device, dtype_bytes=dtype_bytes)
     return LayerRoom(
-        layer_bytes=[size.weight_bytes + kv_bytes for size in layer_sizes(model, dtype_bytes)],
+        layer_bytes=list(map(add, [size.weight_bytes for size in layer_sizes(model, dtype_bytes)], kv_bytes)),
         stage_bytes=[budget_bytes - taken for taken in besides],
     )

@@ -8,14 +8,16 @@ others are kept in the main memory of the stages' machines.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import mul
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError, page
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import LOGIT_BYTES, embedding_bytes, layer_sizes, lm_head_bytes, mlp_width
+from raypp.models.sizes import LOGIT_BYTES, embedding_bytes, layer_sizes, lm_head_bytes, mlp_width, qkv_width
 from raypp.ops.sample.draw_sizes import draw_bytes
 from raypp.plan.graph_plan import graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware
@@ -25,6 +27,7 @@ from raypp.sampling_params import (
     MAX_BIASED_TOKENS,
     MAX_END_TOKENS,
 )
+from raypp.scheduler.limits import STEPS_PER_COHORT
 from raypp.stage.stage_spec import NUM_PADDING_ROWS
 
 _LIBRARY_BYTES = 1 << 30  # a CUDA context, cuBLAS's and attention's workspaces
@@ -37,8 +40,80 @@ _STAGED_BYTES = 32 << 20
 _BYTES_PER_PLAN = 256 << 20
 """What a stage's plan may bring back beside others' steps: 5 ms of that link, about a decode step of an 8B model, and
 mostly beside the steps before."""
+_USUAL_LENGTH = 8192
+"""Tokens of a request, prompt and output together, by which groups of layers with and without a window share memory."""
+_MOST_BLOCKS = 2**31 - 1
 _MOST_OF_MEMORY = 0.85
 """Of a machine's main memory: it stays locked, and Ray ends processes where more than 95 % is in use."""
+
+
+@dataclass(frozen=True)
+class BlockMix:
+    """How many KV blocks groups of layers get beside each other.
+
+    A group with a window needs no more than its rows keep, however long they become, and room for a step's prompts. It
+    gets that for as many rows as the first group, which sees the most, holds of a usual length.
+
+    Args:
+        windows: Of the groups, the widest first.
+        block_size: Tokens per block.
+        most_rows: Requests that run at a time.
+        step_tokens: Of one step.
+        tokens_ahead: That steps in flight may write of a row.
+        usual_length: Tokens of a request.
+    """
+
+    windows: tuple[int | None, ...]
+    block_size: int
+    most_rows: int
+    step_tokens: int
+    tokens_ahead: int
+    usual_length: int
+
+    def of(self, num_blocks: int) -> tuple[int, ...]:
+        """Return the blocks of each group, null blocks included, where the first has so many."""
+        num_rows = min(self.most_rows, (num_blocks - 1) / -(-self.usual_length // self.block_size))
+        step_blocks = -(-self.step_tokens // self.block_size)
+        return (
+            num_blocks,
+            *(
+                min(num_blocks, 1 + math.ceil(num_rows * self.kept(window)) + step_blocks)
+                for window in self.windows[1:]
+            ),
+        )
+
+    def kept(self, window: int | None) -> int:
+        """Return the most blocks that a row with a window keeps between two steps."""
+        assert window is not None, "there is one group without a window, the first"
+        return -(-(window + self.tokens_ahead) // self.block_size) + 1
+
+    def most(self, block_bytes: Sequence[int], num_bytes: int) -> int:
+        """Return the largest number of blocks of the first group with which all groups take at most `num_bytes`.
+
+        Below 2 where nothing fits; `block_bytes` has what a block takes, by group.
+        """
+
+        def taken(num_blocks: int) -> int:
+            return sum(map(mul, self.of(num_blocks), block_bytes))
+
+        low, high = 0, 1
+        while taken(high) <= num_bytes:
+            low, high = high, 2 * high
+            if high > _MOST_BLOCKS:  # a stage whose layers all have windows
+                return _MOST_BLOCKS
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if taken(middle) <= num_bytes else (low, middle)
+        return low
+
+    def longest(self, num_blocks: Sequence[int]) -> int | None:
+        """Return the most tokens of a request that is alone; None: any number."""
+        held = [
+            (count - 1) * self.block_size
+            for count, window in zip(num_blocks, self.windows, strict=True)
+            if window is None or count - 1 <= self.kept(window)
+        ]
+        return min(held, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +131,7 @@ class StageMemory:
     library_bytes: int  # a CUDA context and libraries' workspaces: an estimate
     speculation_bytes: int  # tables of known tokens, states that a draft head reads
     item_bytes: int  # embeddings of images, on the first stage
-    block_bytes: int  # of one KV block
+    block_bytes: tuple[int, ...]  # of one KV block, by group of layers
 
     @property
     def taken_bytes(self) -> int:
@@ -64,14 +139,13 @@ class StageMemory:
         fixed = self.weight_bytes + self.step_bytes + self.graph_bytes + self.library_bytes
         return fixed + self.speculation_bytes + self.item_bytes
 
-    @property
-    def max_blocks(self) -> int:
-        """The KV blocks that the rest of the share holds; below 0 where the rest is."""
-        return (self.share_bytes - self.taken_bytes) // self.block_bytes
+    def kv(self, num_blocks: Sequence[int]) -> int:
+        """Return the bytes of that many KV blocks of each group."""
+        return sum(map(mul, num_blocks, self.block_bytes))
 
-    def kv(self, num_blocks: int) -> int:
-        """Return the bytes of that many KV blocks."""
-        return num_blocks * self.block_bytes
+    def max_blocks(self, mix: BlockMix) -> int:
+        """Return the KV blocks of the first group for which the rest of the share suffices, all groups counted."""
+        return mix.most(self.block_bytes, self.share_bytes - self.taken_bytes)
 
 
 def memory_of_stages(
@@ -82,7 +156,7 @@ def memory_of_stages(
     device: str,
     dtype_bytes: int,
     weight_bytes: Sequence[int],
-    block_bytes: Sequence[int],
+    block_bytes: Sequence[Sequence[int]],
     speculation_bytes: Sequence[int],
     item_bytes: int,
 ) -> tuple[StageMemory, ...]:
@@ -95,7 +169,7 @@ def memory_of_stages(
         device: `cpu` or `cuda`.
         dtype_bytes: Of weights and activations.
         weight_bytes: Of each stage.
-        block_bytes: What a KV block takes on each stage.
+        block_bytes: What a KV block of each group takes on each stage.
         speculation_bytes: What speculation keeps on each stage, weights and KV aside.
         item_bytes: What images take on the first stage.
     """
@@ -108,12 +182,12 @@ def memory_of_stages(
             device_bytes=hardware.memory_bytes if device == "cpu" else hardware.gpu_memory_bytes,
             share_bytes=share_bytes,
             weight_bytes=weights,
-            step_bytes=step_bytes + (0 if device == "cpu" else num_staged * block),
+            step_bytes=step_bytes + (0 if device == "cpu" else num_staged * sum(block)),
             graph_bytes=graph_bytes,
             library_bytes=library_bytes,
             speculation_bytes=kept,
             item_bytes=item_bytes if index == 0 else 0,
-            block_bytes=block,
+            block_bytes=tuple(block),
         )
         for index, (weights, block, kept) in enumerate(zip(weight_bytes, block_bytes, speculation_bytes, strict=True))
     )
@@ -129,24 +203,40 @@ def stage_weight_bytes(model: ModelConfig, layers: Sequence[int], dtype_bytes: i
     return weight_bytes
 
 
-def num_blocks_on_cpu(config: EngineConfig, block_bytes: list[int]) -> int:
-    """Return the KV blocks of every stage.
+def block_mix(config: EngineConfig, model: ModelConfig) -> BlockMix:
+    """Return how many KV blocks the groups of a model's layers get beside each other."""
+    longest = config.model.max_model_len or model.max_position_embeddings
+    most_steps = config.scheduler.max_steps_per_cohort or STEPS_PER_COHORT + 1
+    return BlockMix(
+        windows=model.windows,
+        block_size=config.cache.block_size,
+        most_rows=config.scheduler.max_num_seqs,
+        step_tokens=config.scheduler.max_num_batched_tokens,
+        tokens_ahead=(most_steps + 1) * (1 + config.speculative.max_drafts),
+        usual_length=min(longest, max(_USUAL_LENGTH, longest // 8)),
+    )
+
+
+def num_blocks_on_cpu(config: EngineConfig, mix: BlockMix, memory: Sequence[StageMemory]) -> int:
+    """Return the KV blocks of every stage, of the first group.
 
     Args:
         config: `num_kv_blocks`, else `kv_cache_bytes`, says how many.
-        block_bytes: What a block takes on each stage.
+        mix: Of the groups.
+        memory: Of each stage.
 
     Raises:
         ResourceError: not even one besides the null block.
     """
     if config.cache.num_kv_blocks is not None:
         return config.cache.num_kv_blocks
-    num_blocks = config.cache.kv_cache_bytes // max(block_bytes)
+    num_blocks = min(mix.most(stage.block_bytes, config.cache.kv_cache_bytes) for stage in memory)
     if num_blocks < 2:
+        least = max(stage.kv(mix.of(2)) for stage in memory)
         raise ResourceError(
             "the KV cache is too small for one block",
             got=f"kv_cache_bytes={config.cache.kv_cache_bytes}",
-            expected=f"at least {2 * max(block_bytes)} (the null block and one more)",
+            expected=f"at least {least} (the null block and one more)",
             hint="raise kv_cache_bytes or lower block_size",
         )
     return num_blocks
@@ -170,12 +260,12 @@ def stage_budget_bytes(
     return share_bytes - sum(taken)
 
 
-def check_main_memory(memory: Sequence[StageMemory], num_blocks: int) -> None:
+def check_main_memory(memory: Sequence[StageMemory], num_blocks: Sequence[int]) -> None:
     """Refuse a stage that a machine without GPUs cannot hold, even if no other stage shares it.
 
     Args:
         memory: Of each stage; one of unknown size passes.
-        num_blocks: KV blocks of every stage, wherever they are kept.
+        num_blocks: KV blocks of every stage by group of layers, wherever they are kept.
 
     Raises:
         ResourceError: says which stage, with the numbers.
@@ -189,17 +279,17 @@ def check_main_memory(memory: Sequence[StageMemory], num_blocks: int) -> None:
         f"stage {stage_index} does not fit this machine's memory",
         got=f"{stage.share_bytes / 2**30:.2f} GiB",
         expected=f"{needed[stage_index] / 2**30:.2f} GiB: weights {stage.weight_bytes / 2**30:.2f}, "
-        f"{num_blocks} KV blocks {stage.kv(num_blocks) / 2**30:.2f}",
+        f"{sum(num_blocks)} KV blocks {stage.kv(num_blocks) / 2**30:.2f}",
         hint="more stages on more machines, or a smaller num_kv_blocks, kv_cache_bytes or cpu_kv_bytes",
     )
 
 
-def check_one_machine(memory: Sequence[StageMemory], num_blocks: int) -> None:
+def check_one_machine(memory: Sequence[StageMemory], num_blocks: Sequence[int]) -> None:
     """Refuse stages that together take more than the one machine without GPUs that they share.
 
     Args:
         memory: Of each stage; a machine of unknown size passes.
-        num_blocks: KV blocks of every stage, wherever they are kept.
+        num_blocks: KV blocks of every stage by group of layers, wherever they are kept.
 
     Raises:
         ResourceError: with the numbers.
@@ -211,26 +301,28 @@ def check_one_machine(memory: Sequence[StageMemory], num_blocks: int) -> None:
             "the stages together do not fit this machine's memory",
             got=f"{there / 2**30:.2f} GiB",
             expected=f"{(fixed + kv) / 2**30:.2f} GiB for {len(memory)} stages: weights and what computing keeps "
-            f"{fixed / 2**30:.2f}, {num_blocks} KV blocks {kv / 2**30:.2f}",
+            f"{fixed / 2**30:.2f}, {sum(num_blocks)} KV blocks {kv / 2**30:.2f}",
             hint="more machines, in one Ray cluster that RAY_ADDRESS names, a smaller num_kv_blocks, kv_cache_bytes "
             "or cpu_kv_bytes, or a smaller model",
         )
 
 
-def num_blocks_on_gpus(config: EngineConfig, memory: Sequence[StageMemory]) -> int:
-    """Return the KV blocks of every stage; `num_kv_blocks` caps them.
+def num_blocks_on_gpus(config: EngineConfig, mix: BlockMix, memory: Sequence[StageMemory]) -> int:
+    """Return the KV blocks of every stage, of the first group; `num_kv_blocks` caps them.
 
     Args:
         config: Says how many are asked for.
+        mix: Of the groups.
         memory: Of each stage.
 
     Raises:
         ResourceError: the memory does not suffice; says for what, with the numbers.
     """
-    stage_index = min(range(len(memory)), key=lambda index: memory[index].max_blocks)
-    stage = memory[stage_index]
+    most = [stage.max_blocks(mix) for stage in memory]
+    stage_index = most.index(min(most))
+    stage, held = memory[stage_index], most[stage_index]
     asked = config.cache.num_kv_blocks
-    if stage.max_blocks < max(2, asked or 2):
+    if held < max(2, asked or 2):
         raise ResourceError(
             f"stage {stage_index} does not fit its share of a GPU",
             got=f"{stage.share_bytes / 2**30:.2f} GiB of {stage.device_bytes / 2**30:.2f}: "
@@ -238,26 +330,28 @@ def num_blocks_on_gpus(config: EngineConfig, memory: Sequence[StageMemory]) -> i
             f"tables and states of speculation {stage.speculation_bytes / 2**30:.2f}, "
             f"embeddings of images {stage.item_bytes / 2**30:.2f}, "
             f"libraries and graphs {(stage.library_bytes + stage.graph_bytes) / 2**30:.2f}; "
-            f"the rest: {max(stage.max_blocks, 0)} KV blocks",
-            expected=f"at least {asked or 2} KV blocks of {stage.block_bytes} bytes",
+            f"the rest: {max(held, 0)} KV blocks",
+            expected=f"at least {asked or 2} KV blocks of {sum(stage.block_bytes)} bytes",
             hint="more stages, a larger stage_num_gpus or gpu_memory_utilization, "
             "or smaller max_num_batched_tokens, ngram_window or num_kv_blocks; `raypp info` says what would fit",
         )
-    return asked or stage.max_blocks
+    return asked or held
 
 
-def longest_request(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+def longest_request(config: EngineConfig, model: ModelConfig, mix: BlockMix, num_blocks: Sequence[int]) -> int:
     """Return the tokens that a request may have, `max_model_len`.
 
     Raises:
         ConfigError, ResourceError: what was asked for is more than the model or the KV cache holds.
     """
-    held = (num_blocks - 1) * config.cache.block_size
-    asked = config.model.max_model_len
+    held, asked = mix.longest(num_blocks), config.model.max_model_len
+    if held is None:
+        held = max(asked or 0, model.max_position_embeddings)
+    blocks = f"{min(num_blocks)} blocks of {config.cache.block_size} tokens, one of them the null block: {held} tokens"
     if held < _SHORTEST_REQUEST:
         raise ResourceError(
             "the KV cache is too small for any request",
-            got=f"{num_blocks} blocks of {config.cache.block_size} tokens, one of them the null block: {held} tokens",
+            got=blocks,
             expected=f"{_SHORTEST_REQUEST} tokens: one of a prompt, one of output",
             hint="raise kv_cache_bytes, num_kv_blocks or block_size",
         )
@@ -273,7 +367,7 @@ def longest_request(config: EngineConfig, model: ModelConfig, num_blocks: int) -
     if asked > held:
         raise ResourceError(
             "the KV cache is too small for one request of max_model_len tokens",
-            got=f"{num_blocks} blocks of {config.cache.block_size} tokens, one of them the null block: {held} tokens",
+            got=blocks,
             expected=f"{asked} tokens",
             hint=f"set max_model_len={held} or less, or raise kv_cache_bytes (num_kv_blocks)",
         )
@@ -297,7 +391,7 @@ def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> i
     """
     tokens, num_rows = config.scheduler.max_num_batched_tokens, max_step_rows(config)
     widest = 4 * model.hidden_size + mlp_width(model)
-    widest += (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * 2
+    widest += 2 * qkv_width(model)
     layer_bytes = tokens * widest * dtype_bytes
     most_positions = num_rows * (1 + config.speculative.max_drafts)
     num_logits = min(most_positions, max(tokens, num_rows))
@@ -308,36 +402,39 @@ def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> i
     return max(layer_bytes, logits_bytes) + table_bytes + mask_bytes + draw_bytes(most_positions, model.vocab_size)
 
 
-def num_cpu_blocks(config: EngineConfig, block_bytes: Sequence[int]) -> int:
-    """Return the KV blocks of every stage in CPU memory.
+def num_cpu_blocks(config: EngineConfig, memory: Sequence[StageMemory], num_blocks: Sequence[int]) -> tuple[int, ...]:
+    """Return the KV blocks of every stage in CPU memory, by group: in the proportion of those on the device.
 
     Args:
         config: `cpu_kv_bytes` says how many.
-        block_bytes: What a block takes on each stage.
+        memory: Of each stage.
+        num_blocks: On the device, by group.
 
     Raises:
         ResourceError: not even one.
     """
-    num_bytes, largest = config.cache.cpu_kv_bytes, max(block_bytes)
-    if num_bytes and num_bytes < largest:
+    num_bytes, most = config.cache.cpu_kv_bytes, max(stage.kv(num_blocks) for stage in memory)
+    found = tuple(num_bytes * count // most for count in num_blocks)
+    if num_bytes and not all(found):
+        largest = max(sum(stage.block_bytes) for stage in memory)
         raise ResourceError(
             "cpu_kv_bytes is too small for one KV block",
             got=f"cpu_kv_bytes={num_bytes}",
             expected=f"at least {largest}, or 0 for none",
             hint="raise cpu_kv_bytes or lower block_size",
         )
-    return num_bytes // largest
+    return found
 
 
-def num_staged_blocks(config: EngineConfig, block_bytes: Sequence[int]) -> int:
-    """Return the blocks that every stage copies at a time; 0 without any in CPU memory."""
-    largest = max(block_bytes)
+def num_staged_blocks(config: EngineConfig, block_bytes: Sequence[Sequence[int]]) -> int:
+    """Return the blocks of each group that every stage copies at a time; 0 without any in CPU memory."""
+    largest = max(map(sum, block_bytes))
     return min(config.cache.cpu_kv_bytes // largest, max(1, _STAGED_BYTES // largest))
 
 
-def max_copied_blocks(block_bytes: Sequence[int]) -> int:
+def max_copied_blocks(block_bytes: Sequence[Sequence[int]]) -> int:
     """Return the most blocks that a plan brings back while others run."""
-    return max(1, _BYTES_PER_PLAN // max(block_bytes))
+    return max(1, _BYTES_PER_PLAN // max(map(max, block_bytes)))
 
 
 def check_cpu_memory(config: EngineConfig, hardware: Hardware, cpu_kv_bytes: Sequence[int]) -> None:

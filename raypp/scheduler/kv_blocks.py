@@ -426,9 +426,9 @@ class KvBlocks:
         for index in self._windowed:
             num_left = max(0, self.groups[index].pool.num_free - num_reserved - taken[index])
             num_tokens = min(num_tokens, num_left * self._block_size - num_ahead)
+        chunk_end = self._with_lookahead(state, start + num_tokens)
         ends = [
-            self._limits.num_blocks_for(whole if group.window is None else self._with_lookahead(state, start + num_tokens))
-            for group in self.groups
+            self._limits.num_blocks_for(whole if group.window is None else chunk_end) for group in self.groups
         ]
         wanted = [end - prefix.num_blocks + count for end, count in zip(ends, taken, strict=True)]
         if num_tokens <= 0 or any(

@@ -14,6 +14,7 @@ from raypp.scheduler.running import Chunk, RunningRequests
 from raypp.scheduler.scheduler_stats import Counters
 from raypp.scheduler.step_budget import StepBudget, StepPredictor, StepWork, Waiting, prompt_pairs
 
+
 class PrefillChooser:
     """Cuts prompts into chunks and admits waiting requests. Chunks need no feedback, so any step may carry them."""
 

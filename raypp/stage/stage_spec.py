@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from raypp.config.sections import SpeculativeSection, TransportKind
+from raypp.messages import BlockGroup
 from raypp.models.draft_head_config import DraftHeadConfig
 from raypp.specdec.table_bytes import row_tokens_width
 
@@ -60,8 +61,7 @@ class StageSpec:
     max_model_len: int
     vocab_size: int
     block_size: int
-    num_blocks: int  # the null block included
-    num_cpu_blocks: int = 0  # in CPU memory, beside those
+    groups: tuple[BlockGroup, ...]  # layers that keep the same tokens, and their KV blocks
     num_staged_blocks: int = 1  # that a GPU holds on their way there or back at a time
     max_drafts: int  # K at most; 0 without speculation
     speculative: SpeculativeSection = field(default_factory=SpeculativeSection)

@@ -122,4 +122,4 @@ class SupervisedEngine(ABC, Generic[LifeT]):
 def _longest_request(plan: EnginePlan) -> int:
     """Return the most tokens that a request can have."""
     limits = plan.scheduler_limits()
-    return min(limits.max_model_len, limits.num_usable_blocks * limits.block_size)
+    return min(limits.max_model_len, limits.max_request_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raypp.models.config import ExpertConfig, ModelConfig
+from raypp.models.config import AttentionConfig, ExpertConfig, ModelConfig
 from raypp.models.rope_config import RopeConfig
 
 
@@ -15,12 +15,7 @@ def expert_model(**changes: Any) -> ModelConfig:
         "vocab_size": 151936,
         "hidden_size": 2048,
         "intermediate_size": 6144,
-        "num_layers": 48,
-        "num_heads": 32,
-        "num_kv_heads": 4,
-        "head_dim": 128,
         "rms_norm_eps": 1e-6,
-        "rope": RopeConfig(theta=1e6),
         "qkv_bias": False,
         "attention_output_bias": False,
         "mlp_bias": False,
@@ -31,6 +26,9 @@ def expert_model(**changes: Any) -> ModelConfig:
         "eos_token_ids": (151645,),
         "experts": ExpertConfig(num_experts=128, num_chosen=8, intermediate_size=768, normalizes=True),
     }
+    attention = {"num_heads": 32, "num_kv_heads": 4, "head_dim": 128, "v_dim": 128, "rope": RopeConfig(theta=1e6)}
+    attention |= {name: changes.pop(name) for name in attention.keys() & changes.keys()}
+    values["attention"] = (AttentionConfig(**attention),) * changes.pop("num_layers", 48)
     return ModelConfig(**{**values, **changes})
 
 

@@ -83,7 +83,7 @@ def random_checkpoint(config: ModelConfig, dtype: torch.dtype, device: torch.dev
             for index, one in enumerate(stored if count else [stored]):
                 tensors[f"{module.format(index)}.{end}"] = one
 
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    q_size, kv_size = config.attention[0].num_heads * config.attention[0].head_dim, config.attention[0].num_kv_heads * config.attention[0].head_dim
     embedding = normal(config.vocab_size, hidden)
     if experts is not None:
         embedding[:, :num_codes] = _expert_codes(config.vocab_size, num_codes, experts.num_chosen, generator)
@@ -96,7 +96,7 @@ def random_checkpoint(config: ModelConfig, dtype: torch.dtype, device: torch.dev
             linear(f"{layer}.self_attn.{name}", size, hidden)
         linear(f"{layer}.self_attn.o_proj", hidden, q_size, writes_stream=True)
         for name in "qk":
-            norm(f"{layer}.self_attn.{name}_norm", config.head_dim)
+            norm(f"{layer}.self_attn.{name}_norm", config.attention[0].head_dim)
         mlp, size = f"{layer}.mlp", config.intermediate_size
         if experts is not None:
             router = torch.zeros(num_codes, hidden, device=device)

@@ -9,7 +9,7 @@ from stage_limit import StageLimit, Work, forward_work
 from raypp.api.timeline import Forward
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
-from raypp.models.sizes import kv_bytes_per_token_per_layer, layer_sizes, lm_head_bytes
+from raypp.models.sizes import kv_bytes_per_token, layer_sizes, lm_head_bytes
 from raypp.scheduler.step_budget import StepWork, prompt_pairs, step_work
 
 
@@ -27,7 +27,7 @@ def test_reading_bounds_a_decode_step_and_the_last_stage_reads_the_head(shapes):
     done = StepWork(num_decode_rows=4, num_decode_tokens=4, num_decode_kv=402, num_logits=4)
     work = forward_work(_forward(0, num_rows=4, num_tokens=4)._replace(work=done))
     assert work == Work(num_tokens=4, num_kv_tokens=402, num_attended=402, num_logits=4)
-    layers = 3 * (layer_sizes(shapes, 2)[0].weight_bytes + 402 * kv_bytes_per_token_per_layer(shapes, 2))
+    layers = 3 * (layer_sizes(shapes, 2)[0].weight_bytes + 402 * kv_bytes_per_token(shapes, 2)[0])
     assert StageLimit(shapes, 0, 3, False, 2, speed).seconds(work) == pytest.approx(layers / 1e9)
     head = lm_head_bytes(shapes, 2)
     assert StageLimit(shapes, 0, 3, True, 2, speed).seconds(work) == pytest.approx((layers + head) / 1e9)
@@ -36,7 +36,7 @@ def test_reading_bounds_a_decode_step_and_the_last_stage_reads_the_head(shapes):
 def test_arithmetic_bounds_a_prompt(shapes):
     speed = DeviceSpeed(read_bytes_per_s=1e15, flops_per_s=1e9)
     work = Work(num_tokens=10, num_kv_tokens=10, num_attended=55, num_logits=0)
-    flops = 2 * 10 * layer_sizes(shapes, 2)[0].weight_bytes / 2 + 4 * shapes.num_heads * shapes.head_dim * 55
+    flops = 2 * 10 * layer_sizes(shapes, 2)[0].weight_bytes / 2 + 4 * shapes.attention[0].num_heads * shapes.attention[0].head_dim * 55
     assert StageLimit(shapes, 0, 1, False, 2, speed).seconds(work) == pytest.approx(flops / 1e9)
 
 

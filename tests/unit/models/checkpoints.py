@@ -60,7 +60,7 @@ def write_config(directory: Path, **changes: object) -> Path:
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Return the tensors that a checkpoint of this configuration has: Qwen3, or one with experts."""
     c = load_model_config(directory)
-    query, key_value = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    query, key_value = c.attention[0].num_heads * c.attention[0].head_dim, c.attention[0].num_kv_heads * c.attention[0].head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
     for index in range(c.num_layers):
         layer = f"model.layers.{index}."
@@ -73,7 +73,7 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
             layer + "post_attention_layernorm.weight": (c.hidden_size,),
         }
         if c.qk_norm:
-            shapes |= {layer + f"self_attn.{name}_norm.weight": (c.head_dim,) for name in "qk"}
+            shapes |= {layer + f"self_attn.{name}_norm.weight": (c.attention[0].head_dim,) for name in "qk"}
         if c.experts_of(index) is None:
             shapes |= _mlp(layer + "mlp.", ("gate_proj", "up_proj", "down_proj"), c.hidden_size, c.intermediate_size)
             continue

@@ -37,8 +37,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_published_form(tmp_path):
     config = load_model_config(write_config(tmp_path))
     assert config.architecture == "Qwen3ForCausalLM"
-    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 4, 2, 8)
-    assert config.rope == RopeConfig(theta=1e6)
+    assert (config.num_layers, config.attention[0].num_heads, config.attention[0].num_kv_heads, config.attention[0].head_dim) == (3, 4, 2, 8)
+    assert config.attention[0].rope == RopeConfig(theta=1e6)
     assert config.qk_norm
     assert not config.qkv_bias
     assert config.dtype == "bfloat16"
@@ -64,18 +64,18 @@ def test_both_forms_of_rotary_parameters_say_the_same(tmp_path, kind):
         )
     )
     assert old == new
-    assert old.rope.theta == 5e5
-    assert old.rope.rope_type == (kind or "default")
+    assert old.attention[0].rope.theta == 5e5
+    assert old.attention[0].rope.rope_type == (kind or "default")
 
 
 def test_defaults_of_each_family(tmp_path):
     unsaid = {"head_dim": ..., "num_key_value_heads": ..., "rope_theta": ..., "torch_dtype": ..., "rms_norm_eps": ...}
     for architecture in TEXT_ARCHITECTURES:
         config = load_model_config(write_config(tmp_path, architectures=[architecture], **unsaid))
-        assert config.num_kv_heads == 4
-        assert config.head_dim == (128 if architecture == "Qwen3ForCausalLM" else 6)
+        assert config.attention[0].num_kv_heads == 4
+        assert config.attention[0].head_dim == (128 if architecture == "Qwen3ForCausalLM" else 6)
         assert config.qkv_bias == (architecture == "Qwen2ForCausalLM")
-        assert config.rope.theta == 10000.0
+        assert config.attention[0].rope.theta == 10000.0
         assert config.dtype == "float32"
 
 
@@ -118,7 +118,7 @@ def _rope(path, **changes):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = LlamaRotaryEmbedding(LlamaConfig(**json.loads(file.read_text())))
-    rope = load_model_config(path).rope
+    rope = load_model_config(path).attention[0].rope
     torch.testing.assert_close(inverse_frequencies(8, rope), theirs.inv_freq, rtol=2e-6, atol=0)
     assert rope.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-7)
     return rope
@@ -171,11 +171,11 @@ def test_dynamic_scaling_has_the_base_of_the_longest_request(tmp_path, asked, st
     scaling = {"rope_type": "dynamic", "factor": 4.0}
     path = write_config(tmp_path, max_position_embeddings=512, rope_scaling=scaling)
     config = load_model_config(path, max_model_len=asked)
-    assert config.max_position_embeddings == config.rope.stretched_to == stretched_to
+    assert config.max_position_embeddings == config.attention[0].rope.stretched_to == stretched_to
     theirs = LlamaConfig(head_dim=8, max_position_embeddings=512, rope_parameters={"rope_theta": 1e6, **scaling})
     frequencies, _ = ROPE_INIT_FUNCTIONS["dynamic"](theirs, torch.device("cpu"), seq_len=stretched_to)
-    torch.testing.assert_close(inverse_frequencies(8, config.rope), frequencies, rtol=2e-6, atol=0)
-    assert inverse_frequencies(2, config.rope).tolist() == [1.0]
+    torch.testing.assert_close(inverse_frequencies(8, config.attention[0].rope), frequencies, rtol=2e-6, atol=0)
+    assert inverse_frequencies(2, config.attention[0].rope).tolist() == [1.0]
 
 
 @pytest.mark.parametrize("form", ["old", "new"])
@@ -183,7 +183,7 @@ def test_another_scaling_can_be_asked_for(tmp_path, form):
     said = {"rope_theta": 5e5} if form == "old" else {"rope_theta": ..., "rope_parameters": {"rope_theta": 5e5}}
     path = write_config(tmp_path, max_position_embeddings=40960, **said)
     config = load_model_config(path, rope_scaling=YARN)
-    assert (config.rope.rope_type, config.rope.theta, config.max_position_embeddings) == ("yarn", 5e5, 131072)
+    assert (config.attention[0].rope.rope_type, config.attention[0].rope.theta, config.max_position_embeddings) == ("yarn", 5e5, 131072)
     short = load_model_config(path, rope_scaling={"rope_type": "yarn", "factor": 2.0})
     assert short.max_position_embeddings == 81920, "the original positions are those of the file"
     assert load_model_config(path, rope_scaling={"rope_type": "default"}) == load_model_config(path)

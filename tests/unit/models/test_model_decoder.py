@@ -8,7 +8,7 @@ from checkpoints import EXPERTS, tensor_shapes, write_config
 
 from raypp.models.config import load_model_config
 from raypp.models.registry import build_model
-from raypp.models.sizes import embedding_bytes, kv_bytes_per_token_per_layer, layer_sizes, lm_head_bytes
+from raypp.models.sizes import embedding_bytes, kv_bytes_per_token, layer_sizes, lm_head_bytes
 from raypp.models.weights import DummyWeights
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.kv_cache import allocate_kv_cache
@@ -101,7 +101,7 @@ def test_kv_bytes_are_those_of_the_cache(tmp_path):
     config = load_model_config(write_config(tmp_path))
     cache = allocate_kv_cache(5, 16, config.num_kv_heads, config.head_dim, torch.bfloat16, CPU)
     assert not cache.any()
-    assert cache.nbytes == 5 * 16 * kv_bytes_per_token_per_layer(config, 2)
+    assert cache.nbytes == 5 * 16 * kv_bytes_per_token(config, 2)[0]
 
 
 @torch.inference_mode()

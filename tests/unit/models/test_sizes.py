@@ -13,7 +13,7 @@ from raypp.models.quantization import Quantization
 from raypp.models.sizes import (
     WeightReads,
     embedding_bytes,
-    kv_bytes_per_token_per_layer,
+    kv_bytes_per_token,
     layer_sizes,
     lm_head_bytes,
     mlp_width,
@@ -99,4 +99,4 @@ def test_parts_add_up() -> None:
     assert total == WeightReads(9, 150, 0.25)
     assert total.of(1) == 9 + 37.5
     assert total_reads([]).of(7) == 0
-    assert kv_bytes_per_token_per_layer(expert_model(), 2) == 2 * 4 * 128 * 2
+    assert kv_bytes_per_token(expert_model(), 2) == [2 * 4 * 128 * 2] * 48
