@@ -18,6 +18,8 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     LlamaConfig,
+    MinistralConfig,
+    MistralConfig,
     MixtralConfig,
     Qwen2Config,
     Qwen3Config,
@@ -27,6 +29,8 @@ from transformers import (
 DENSE_FAMILIES = ("qwen3", "qwen2", "llama")
 EXPERT_FAMILIES = ("qwen3_moe", "mixtral")
 FAMILIES = DENSE_FAMILIES + EXPERT_FAMILIES
+WINDOW_FAMILIES = ("mistral", "ministral")
+"""Llama's layer with a window: in all layers, and in some."""
 
 _ARCHITECTURES = {
     "qwen3": (Qwen3Config, transformers.Qwen3ForCausalLM),
@@ -34,6 +38,8 @@ _ARCHITECTURES = {
     "llama": (LlamaConfig, transformers.LlamaForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "mixtral": (MixtralConfig, transformers.MixtralForCausalLM),
+    "mistral": (MistralConfig, transformers.MistralForCausalLM),
+    "ministral": (MinistralConfig, transformers.MinistralForCausalLM),
 }
 _GQA_RATIOS = (1, 2, 4)
 # The larger, the more varied the continuations, and the larger what rounding does to the logits: it stays below 1e-4.
@@ -43,6 +49,8 @@ _WEIGHT_SCALES = {
     "llama": (0.12, 0.15, 0.18),
     "qwen3_moe": (0.2, 0.25, 0.3),
     "mixtral": (0.12, 0.15, 0.18),
+    "mistral": (0.12, 0.15, 0.18),
+    "ministral": (0.12, 0.15, 0.18),
 }
 _EXPERTS = ((3, 2), (5, 1), (60, 6), (4, 4), (5, 3))  # there are, and by token
 # Writing and reading these files takes milliseconds.
@@ -100,10 +108,15 @@ def _configuration(family: str, seed: int, min_layers: int) -> dict[str, Any]:
     }
     if family != "qwen2":
         choices |= {"head_dim": head_dim}
-    if family not in ("qwen2", "mixtral"):
+    if family in WINDOW_FAMILIES:
+        choices |= {"sliding_window": rng.choice((1, 3, 8, 21, 64))}
+    elif family not in ("qwen2", "mixtral"):
         choices |= {"attention_bias": seed % 3 == 2}
     if family in EXPERT_FAMILIES:
         choices |= _experts(family, seed)
+    if family == "ministral":
+        kinds = ("sliding_attention", "full_attention")
+        choices |= {"layer_types": [kinds[index % 3 == seed % 3] for index in range(choices["num_hidden_layers"])]}
     if family == "llama":
         choices |= {"mlp_bias": seed % 5 == 2}
     rope = {"rope_theta": choices.pop("rope_theta"), "rope_type": "default"}
@@ -149,7 +162,8 @@ def _write_published_form(file: Path) -> None:
     values["rope_theta"] = rope.pop("rope_theta")
     values["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     values["torch_dtype"] = values.pop("dtype")
-    values.pop("layer_types", None)
+    if "sliding_attention" not in values.get("layer_types", ()):
+        values.pop("layer_types", None)
     if "moe_intermediate_size" in values:
         values["num_experts"] = values.pop("num_local_experts")
     file.write_text(json.dumps(values, indent=2))

@@ -88,9 +88,37 @@ def test_biases(tmp_path):
     }
     assert found == {
         "LlamaForCausalLM": (True, True, True),
+        "MistralForCausalLM": (False, False, False),
+        "MinistralForCausalLM": (False, False, False),
         "Qwen2ForCausalLM": (True, False, False),
         "Qwen3ForCausalLM": (True, True, False),
     }
+
+
+_KINDS = ["full_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said", "windows"),
+    [
+        ("LlamaForCausalLM", {"sliding_window": 8}, [None, None, None]),
+        ("MistralForCausalLM", {"sliding_window": 8}, [8, 8, 8]),
+        ("MistralForCausalLM", {"sliding_window": None}, [None, None, None]),
+        ("MistralForCausalLM", {"sliding_window": ...}, [4096, 4096, 4096]),
+        ("MinistralForCausalLM", {"sliding_window": 8, "layer_types": _KINDS}, [None, 8, None]),
+        ("MixtralForCausalLM", {"sliding_window": ..., "num_local_experts": 4, "num_experts_per_tok": 2}, [None] * 3),
+        ("MixtralForCausalLM", {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}, [8, 8, 8]),
+        ("Qwen3ForCausalLM", {"sliding_window": 8}, [None, None, None]),
+        ("Qwen3ForCausalLM", {"sliding_window": 8, "use_sliding_window": True}, [None, None, None]),
+        ("Qwen3ForCausalLM", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, [None, 8, 8]),
+        ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": True, "layer_types": _KINDS}, [None, 8, None]),
+    ],
+)
+def test_windows_by_layer(tmp_path, architecture, said, windows):
+    """As transformers has them: 5.17, `configuration_mistral`, `configuration_ministral`, `configuration_qwen3`."""
+    config = load_model_config(write_config(tmp_path, architectures=[architecture], **said))
+    assert [attention.window for attention in config.attention] == windows
+    assert config.windows == tuple(sorted(set(windows), key=lambda window: window or -1))
 
 
 def test_end_of_sequence_ids_of_both_files(tmp_path):
@@ -267,8 +295,10 @@ def test_a_checkpoint_without_a_prefix(tmp_path, tied):
         ({"num_key_value_heads": 3}, ["'num_key_value_heads'", "3", "divisor"]),
         ({"head_dim": 7}, ["'head_dim'", "7", "even"]),
         ({"rms_norm_eps": -1}, ["'rms_norm_eps'", "-1"]),
-        ({"use_sliding_window": True}, ["'use_sliding_window'", "sliding"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["'layer_types'", "sliding_attention"]),
+        ({"layer_types": ["linear_attention"] * 3}, ["'layer_types'", "linear_attention", "full_attention"]),
+        ({"layer_types": ["sliding_attention"] * 3}, ["'sliding_window'", "layer_types"]),
+        ({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, ["'sliding_window'", "0"]),
         ({"hidden_act": "gelu"}, ["'hidden_act'", "gelu", "silu"]),
         ({"tie_word_embeddings": "yes"}, ["'tie_word_embeddings'", "yes"]),
         ({"torch_dtype": "int8"}, ["'torch_dtype'", "int8", "bfloat16"]),

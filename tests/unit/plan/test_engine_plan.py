@@ -55,15 +55,16 @@ def test_one_core_is_left_to_the_driver():
 def test_blocks_in_cpu_memory_are_as_many_as_the_largest_leave_room_for():
     plan = _plan(num_stages=2, cpu_kv_bytes=1 << 22, block_size=8)
     bytes_per_block_and_layer = 2 * 8 * 2 * 64 * 4
-    assert plan.num_cpu_blocks == (1 << 22) // (4 * bytes_per_block_and_layer)
+    [group] = plan.groups
+    assert group.num_cpu_blocks == (1 << 22) // (4 * bytes_per_block_and_layer)
     assert [stage.cpu_kv_bytes for stage in plan.stages] == [
-        plan.num_cpu_blocks * layers * bytes_per_block_and_layer for layers in (4, 2)
+        group.num_cpu_blocks * layers * bytes_per_block_and_layer for layers in (4, 2)
     ]
     limits = plan.scheduler_limits()
-    assert limits.block_bytes == 6 * bytes_per_block_and_layer
-    assert limits.num_cpu_blocks == plan.stage_spec(0).num_cpu_blocks == plan.stage_spec(1).num_cpu_blocks
-    assert plan.describe()["num_cpu_kv_blocks"] == plan.num_cpu_blocks
-    assert _plan().num_cpu_blocks == 0
+    assert group.block_bytes == 6 * bytes_per_block_and_layer
+    assert limits.groups == plan.stage_spec(0).groups == plan.stage_spec(1).groups == plan.groups
+    assert plan.describe()["num_cpu_kv_blocks"] == group.num_cpu_blocks
+    assert _plan().groups[0].num_cpu_blocks == 0
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_memory_limits_the_layers_of_a_stage():
 
 def test_measuring_finds_times_that_add_up():
     plan = _plan(num_stages=2, max_model_len=256, cpu_kv_bytes=1 << 24)
-    assert plan.num_cpu_blocks, "which measuring does without"
+    assert plan.groups[0].num_cpu_blocks, "which measuring does without"
     measured = measure_costs(plan, num_rows=4, context_len=16, params=SamplingParams(temperature=0.0))
     assert measured.num_steps >= 8
     assert min(measured.layers_ms) > 0

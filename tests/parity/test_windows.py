@@ -1,0 +1,127 @@
+"""Layers with windows, sinks and soft caps against transformers: stages, chunks, prefixes, preemption, drafts, masks.
+
+Windows are shorter than chunks and drafts, and no multiples of the block size. Groups with a window have few blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from exactness import ExactComparison
+from hf_models import WINDOW_FAMILIES, hf_choices, make_checkpoint
+from mixed_layers import ARCHITECTURE, FAMILY, make_mixed, mixed_choices
+
+from raypp.config.engine_config import EngineConfig
+from raypp.models.families import FAMILIES
+from raypp.plan.engine_plan import EnginePlan, plan_engine
+from raypp.plan.hardware import Hardware
+from raypp.testing import LocalEngine
+from raypp.types import SamplingParams
+
+IS_FULL = os.environ.get("TEST_SIZES") == "all"
+SEEDS = range(24 if IS_FULL else 4)
+NUM_NEW_TOKENS = 40
+KINDS = (*WINDOW_FAMILIES, "mixed")
+
+
+@pytest.fixture(autouse=True)
+def _mixed_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, ARCHITECTURE, FAMILY)
+
+
+def _make(kind: str, seed: int, path: Path) -> tuple[Path, Callable]:
+    if kind == "mixed":
+        return make_mixed(path, seed), mixed_choices
+    return make_checkpoint(kind, seed, path, min_layers=4), hf_choices
+
+
+def _plan(path: Path, seed: int, **more: object) -> EnginePlan:
+    """Return an engine's plan; over the seeds all corners are met."""
+    rng = random.Random(seed)
+    block_size, is_tight = (4, 8, 16)[seed % 3], seed % 2 == 1
+    settings = {
+        "num_stages": 1 + seed % 4,
+        "block_size": block_size,
+        "max_num_batched_tokens": rng.choice([16, 24, 40]),
+        "min_prefill_chunk_tokens": rng.choice([3, 8]),
+        "enable_prefix_caching": seed % 4 < 3,
+        "max_model_len": 160,
+        "max_num_seqs": rng.choice([6, 8]),
+        "num_kv_blocks": 1 + (320 if is_tight else 2400) // block_size,
+        "stage_num_threads": 1,
+    }
+    plan = plan_engine(EngineConfig.from_flat(str(path), **(settings | more)), Hardware(1))
+    if not is_tight:
+        return plan
+    few = [
+        group if group.window is None else replace(group, num_blocks=min(group.num_blocks, 3 + 200 // block_size))
+        for group in plan.groups
+    ]
+    return replace(plan, groups=tuple(few))
+
+
+def _prompts(rng: random.Random, vocab_size: int) -> list[list[int]]:
+    """Return prompts of mixed lengths; three of them share a long prefix, one repeats itself."""
+    shared = [rng.randrange(vocab_size) for _ in range(48)]
+    prompts = [[rng.randrange(vocab_size) for _ in range(rng.randint(1, 70))] for _ in range(3)]
+    prompts.append([rng.randrange(vocab_size) for _ in range(7)] * 8)
+    return prompts + [shared + [rng.randrange(vocab_size) for _ in range(rng.randint(1, 9))] for _ in range(3)]
+
+
+@pytest.mark.parametrize("drafts", [{}, {"method": "ngram", "num_speculative_tokens": 3}], ids=["", "ngram"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_equal_transformers(kind, drafts, tmp_path):
+    comparison, met = ExactComparison(), Counter()
+    for seed in SEEDS:
+        path, reference = _make(kind, seed, tmp_path / str(seed))
+        plan = _plan(path, seed, **drafts)
+        engine = LocalEngine(plan)
+
+        def generate(prompts, lengths, engine=engine):
+            params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in lengths]
+            return engine.generate(prompts, params)
+
+        prompts = _prompts(random.Random(seed), plan.model.vocab_size)
+        # Twice: the second round finds the first one's prefixes, prompts and outputs, in the cache.
+        for _ in range(2 if plan.config.cache.enable_prefix_caching else 1):
+            comparison.compare(path, prompts, NUM_NEW_TOKENS, generate, reference)
+        engine.scheduler.check_integrity()
+        stats = engine.stats()
+        met["chunked"] += stats.num_prefill_chunks > stats.num_prefills
+        met["cached"] += stats.num_prefix_hit_tokens > 0
+        met["preempted"] += stats.num_preemptions > 0
+        met["drafts accepted"] += stats.num_accepted_tokens > 0
+        met["drafts refused"] += stats.num_accepted_tokens < stats.num_draft_tokens
+    print(f"\n{kind}: {dict(met)}")
+    comparison.assert_rare()
+    for what in ("chunked", "cached", "preempted", *(("drafts accepted", "drafts refused") if drafts else ())):
+        assert met[what] >= 1, f"{what} was met only {met[what]} times"
+
+
+def test_a_text_of_5000_tokens_through_windows_of_64(tmp_path):
+    """A windowed group needs no more blocks for it than for a short one."""
+    path = make_mixed(tmp_path, 5)
+    settings = {"num_stages": 2, "max_model_len": 6000, "max_num_batched_tokens": 256, "num_kv_blocks": 400}
+    plan = plan_engine(EngineConfig.from_flat(str(path), **settings, stage_num_threads=1), Hardware(1))
+    few = [group if group.window is None else replace(group, num_blocks=26) for group in plan.groups]
+    assert len(few) > 1
+    engine = LocalEngine(replace(plan, groups=tuple(few)))
+    rng = random.Random(0)
+    prompt = [rng.randrange(plan.model.vocab_size) for _ in range(5000)]
+    comparison = ExactComparison()
+    comparison.compare(
+        path,
+        [prompt],
+        64,
+        lambda prompts, lengths: engine.generate(
+            prompts, [SamplingParams(max_tokens=lengths[0], temperature=0.0, ignore_eos=True)]
+        ),
+        mixed_choices,
+    )
+    comparison.assert_rare()
