@@ -25,6 +25,7 @@ from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes
 from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.backend import KernelSet, LMHead, Projection
+from raypp.ops.kv_cache import LayerCache
 from raypp.ops.weight import Weight
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class DecoderLayer(Protocol):
         self,
         qkv: torch.Tensor,
         rope: Rotation,
-        kv_cache: torch.Tensor,
+        cache: LayerCache,
         attention: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -206,7 +207,7 @@ class DecoderModel:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionBatch,
-        kv_caches: Sequence[torch.Tensor],
+        kv_caches: Sequence[LayerCache],
         deepstack: Deepstack | None = None,
     ) -> torch.Tensor:
         """Return the residual stream after the stage's layers, [T, H]; write their KV caches.
@@ -217,10 +218,11 @@ class DecoderModel:
         frequencies = self._inverse_frequencies if positions.ndim == 1 else self._axis_frequencies
         assert frequencies is not None, "positions along axes, for a model that has none"
         rope = self.kernels.rotation(positions, frequencies, self._config.rope.attention_factor)
-        for depth, layer, kv_cache in zip(self._layer_indices, self.layers, kv_caches, strict=True):
+        out = None if attention.padded_out is None else attention.padded_out[self.attention_size]
+        for depth, layer, cache in zip(self._layer_indices, self.layers, kv_caches, strict=True):
             if depth in self.taps:
                 self._tap(depth, hidden)
-            attended = layer.attend(layer.before_attention(hidden), rope, kv_cache, attention, attention.padded_out)
+            attended = layer.attend(layer.before_attention(hidden), rope, cache, attention, out)
             hidden = layer.after_attention(hidden, attended)
             if deepstack is not None and depth - deepstack.first_layer < len(deepstack.rows):
                 indices = deepstack.token_indices
@@ -299,11 +301,11 @@ class CompiledLayer:
         self,
         qkv: torch.Tensor,
         rope: Rotation,
-        kv_cache: torch.Tensor,
+        cache: LayerCache,
         attention: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._layer.attend(qkv, rope, kv_cache, attention, out)
+        return self._layer.attend(qkv, rope, cache, attention, out)
 
     def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         if self._after is None or len(hidden) < self._fewest_tokens:
