@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from raypp.ops.device_kernels import open_block_store
-from raypp.ops.kv_cache import allocate_kv_caches
+from raypp.ops.kv_cache import allocate_layer_cache, sides
 
 _BLOCK_SIZE, _HEADS, _HEAD_DIM = 16, 8, 128
 _REPEATS = 5
@@ -78,8 +78,9 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="+", default=[1, 8, 32], help="of a batch")
     args = parser.parse_args()
     device, rng = torch.device(args.device), np.random.default_rng(0)
-    caches = allocate_kv_caches(args.layers, args.held, _BLOCK_SIZE, _HEADS, _HEAD_DIM, torch.bfloat16, device)
-    block_bytes = caches.nbytes // args.held
+    sizes = (args.held, _BLOCK_SIZE, _HEADS, _HEAD_DIM, _HEAD_DIM)
+    caches = [allocate_layer_cache(*sizes, torch.bfloat16, device) for _ in range(args.layers)]
+    block_bytes = sum(side.nbytes for side in sides(caches)) // args.held
     began = time.perf_counter()
     store = open_block_store(caches, 2 * args.held, max(1, (args.staged_mib << 20) // block_bytes))
     print(f"{2 * args.held * block_bytes / 2**30:.1f} GiB of CPU memory ready in {time.perf_counter() - began:.1f} s")

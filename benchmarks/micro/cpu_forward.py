@@ -29,7 +29,7 @@ from raypp.models.registry import build_model, resolve_model_path
 from raypp.models.weights import CheckpointWeights
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.cpu.torch_kernels import Linear
-from raypp.ops.kv_cache import allocate_kv_cache
+from raypp.ops.kv_cache import allocate_layer_cache, sides
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
@@ -57,12 +57,10 @@ def forward_call(model: DecoderModel, config: Any, decode_lens: Sequence[int], p
     query_lens = [1] * len(decode_lens) or [prefill]
     width = -(-max(lens) // BLOCK_SIZE)
     tables = (torch.randperm(len(lens) * width) + 1).view(len(lens), width).to(torch.int32)
-    caches = [
-        allocate_kv_cache(
-            1 + tables.numel(), BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.float32, CPU
-        ).normal_()
-        for _ in range(config.num_layers)
-    ]
+    sizes = (1 + tables.numel(), BLOCK_SIZE, config.num_kv_heads, config.head_dim, config.head_dim)
+    caches = [allocate_layer_cache(*sizes, torch.float32, CPU) for _ in range(config.num_layers)]
+    for side in sides(caches):
+        side.normal_()
     rows = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(query_lens))
     positions = torch.cat([torch.arange(n - q, n) for n, q in zip(lens, query_lens, strict=True)])
     slots = tables[rows, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -73,8 +71,8 @@ def forward_call(model: DecoderModel, config: Any, decode_lens: Sequence[int], p
             num_decode_rows=len(decode_lens),
             decode_query_len=1,
             seq_lens=torch.tensor(lens, dtype=torch.int32),
-            block_tables=tables,
-            slot_mapping=slots,
+            block_tables=[tables],
+            slot_mappings=[slots],
             prefill_query_lens=[] if decode_lens else query_lens,
             prefill_seq_lens=[] if decode_lens else lens,
         )

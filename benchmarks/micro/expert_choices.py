@@ -22,7 +22,7 @@ from raypp.models.weights import open_weights
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.backend import Experts, KernelSet, Routing, choose_experts
 from raypp.ops.device_kernels import choose_kernels
-from raypp.ops.kv_cache import allocate_kv_cache
+from raypp.ops.kv_cache import allocate_layer_cache
 from raypp.ops.weight import Weight
 
 BLOCK_SIZE = 16
@@ -77,8 +77,8 @@ def distinct_experts(
     end = min(num_layers, config.num_layers)
     model = build_model(config, start_layer=0, end_layer=end, dtype=dtype, device=device, kernels=kernels)
     model.load_weights(open_weights(load_format, model_path, 0, device))  # type: ignore[arg-type]
-    cache_sizes = (max(rows) + 1, BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype, device)
-    caches = [allocate_kv_cache(*cache_sizes) for _ in range(end)]
+    cache_sizes = (max(rows) + 1, BLOCK_SIZE, config.num_kv_heads, config.head_dim, config.head_dim, dtype, device)
+    caches = [allocate_layer_cache(*cache_sizes) for _ in range(end)]
     found = {}
     for count in rows:
         sums: dict[int, float] = defaultdict(float)
@@ -89,8 +89,8 @@ def distinct_experts(
                 num_decode_rows=count,
                 decode_query_len=1,
                 seq_lens=torch.ones(count, dtype=torch.int32, device=device),
-                block_tables=torch.arange(1, count + 1, dtype=torch.int32, device=device).unsqueeze(1),
-                slot_mapping=torch.arange(1, count + 1, device=device) * BLOCK_SIZE,
+                block_tables=[torch.arange(1, count + 1, dtype=torch.int32, device=device).unsqueeze(1)],
+                slot_mappings=[torch.arange(1, count + 1, device=device) * BLOCK_SIZE],
                 prefill_query_lens=[],
                 prefill_seq_lens=[],
             )

@@ -14,7 +14,7 @@ from raypp.models.draft_head import DraftHead
 from raypp.models.draft_head_config import load_draft_head_config
 from raypp.models.weights import DummyWeights, WeightReader
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice
-from raypp.ops.kv_cache import allocate_kv_cache
+from raypp.ops.kv_cache import allocate_layer_cache
 from raypp.ops.row_tokens import StepTokens
 from raypp.specdec.eagle import EagleProposer
 from raypp.specdec.proposer import Drafts, Followed, StepHidden
@@ -77,8 +77,9 @@ class HeadDrafts:
         )
         layer, width = config.layer, -(-context // _BLOCK_SIZE) + 2
         num_blocks = 1 + most_rows * width
-        cache = allocate_kv_cache(num_blocks, _BLOCK_SIZE, layer.num_kv_heads, layer.head_dim, dtype, device)
-        tables = torch.arange(1, num_blocks, dtype=torch.int32, device=device).view(most_rows, width)
+        sizes = (layer.num_kv_heads, layer.head_dim, layer.head_dim)
+        cache = allocate_layer_cache(num_blocks, _BLOCK_SIZE, *sizes, dtype, device)
+        tables = torch.arange(1, num_blocks, dtype=torch.int32, device=device).view(1, most_rows, width)
         self._proposer = EagleProposer(
             self.head, cache, tables, num_drafts=num_drafts, max_len=context + 2 * num_drafts
         )

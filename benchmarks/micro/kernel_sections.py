@@ -21,6 +21,7 @@ from raypp.ops.cuda.draw_kernels import TokenChooser
 from raypp.ops.cuda.heads import append_heads, rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.projection import Product
+from raypp.ops.kv_cache import LayerCache
 from raypp.ops.sample.tables import AdjustedLogits, RowTables
 from raypp.ops.sample.token_choice import sample
 from raypp.ops.weight import Weight
@@ -128,7 +129,7 @@ class Cache:
         sides = 2, 1 + rows * width, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim
         self.num_bytes = rows * context * 2 * shape.num_kv_heads * shape.head_dim * 2
         count = max(2, min(16, math.ceil(COLD_BYTES / self.num_bytes)))
-        self.caches = [torch.randn(sides, device="cuda", dtype=BF16) for _ in range(count)]
+        self.caches = [LayerCache(*torch.randn(sides, device="cuda", dtype=BF16)) for _ in range(count)]
         order = torch.randperm(rows * width, device="cuda").int() + 1
         self.tables = order.view(rows, width)
         self.seq_lens = torch.full((rows,), context, dtype=torch.int32, device="cuda")
@@ -175,14 +176,14 @@ def _measure_decode(
     slots = torch.arange(len(qkv), device="cuda")
     by = rotation_table(slots, torch.ones(shape.head_dim // 2, device="cuda"), device)
 
-    def run_triton(kv: torch.Tensor, tuning: DecodeTuning | None = None) -> None:
+    def run_triton(kv: LayerCache, tuning: DecodeTuning | None = None) -> None:
         decode(cache.q, kv, lens, tables, query_len, heads, out, tuning)
 
-    def run_pair(kv: torch.Tensor) -> None:
+    def run_pair(kv: LayerCache) -> None:
         q = append_heads(qkv, heads, by, slots, kv, device)
         decode(q, kv, lens, tables, query_len, heads, out)
 
-    def run_fused(kv: torch.Tensor) -> None:
+    def run_fused(kv: LayerCache) -> None:
         decode.from_projection(qkv, heads, by, slots, kv, lens, tables, query_len, out)
 
     ways: dict[str, Callable[[torch.Tensor], None]]
@@ -211,7 +212,8 @@ def measure_small(shape: Shape) -> Figures:
     norm = HeadNorm(*_random(2, shape.head_dim), EPS)
     heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, norm)
     frequencies = 1.0 / 1e6 ** (torch.arange(0, shape.head_dim, 2, device="cuda") / shape.head_dim)
-    cache = torch.zeros(2, 4096, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim, device="cuda", dtype=BF16)
+    sides = 2, 4096, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim
+    cache = LayerCache(*torch.zeros(sides, device="cuda", dtype=BF16))
     for rows in ROWS:
         x = _random(rows, shape.hidden)
         gate_up = _random(rows, 2 * shape.intermediate)
@@ -279,14 +281,14 @@ class LibraryLayer:
         self._device = _device()
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, by: Any, kv: torch.Tensor, batch: AttentionBatch
+        self, x: torch.Tensor, residual: torch.Tensor, by: Any, kv: LayerCache, batch: AttentionBatch
     ) -> torch.Tensor:
         """Return the layer's last product, still to be added to `residual`."""
         w, heads = self._weights, self._heads
         self._norm(x, residual, self._ones, EPS)
-        q = append_heads(F.linear(x, w["qkv"]), heads, by, batch.slot_mapping, kv, self._device)
+        q = append_heads(F.linear(x, w["qkv"]), heads, by, batch.slot_mappings[0], kv, self._device)
         out = torch.empty_like(q)
-        self._decode(q, kv, batch.seq_lens, batch.block_tables, 1, heads, out)
+        self._decode(q, kv, batch.seq_lens, batch.block_tables[0], 1, heads, out)
         x = F.linear(out.flatten(1), w["output"])
         self._norm(x, residual, self._ones, EPS)
         return F.linear(self._gate(F.linear(x, w["gate_up"])), w["down"])
@@ -324,19 +326,17 @@ def measure_layers(shape: Shape, context: int = 640) -> Figures:
     for rows in ROWS:
         width = math.ceil(context / BLOCK_SIZE)
         sides = 2, 1 + rows * width, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim
-        caches = [torch.randn(sides, device="cuda", dtype=BF16) for _ in range(num_layers)]
+        caches = [LayerCache(*torch.randn(sides, device="cuda", dtype=BF16)) for _ in range(num_layers)]
         tables = (torch.randperm(rows * width, device="cuda").int() + 1).view(rows, width)
         lens = torch.full((rows,), context, dtype=torch.int32, device="cuda")
         slots = tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
-        batch = AttentionBatch(
-            rows, 1, torch.arange(rows + 1, device="cuda").int(), lens, tables, slots, context, [], []
-        )
+        batch = AttentionBatch(rows, 1, lens, [tables], [slots], [], [])
         positions = torch.full((rows,), context - 1, device="cuda")
         start = _random(rows, shape.hidden)
 
         def run_own(
             batch: AttentionBatch = batch,
-            caches: Sequence[torch.Tensor] = caches,
+            caches: Sequence[LayerCache] = caches,
             start: torch.Tensor = start,
             positions: torch.Tensor = positions,
         ) -> torch.Tensor:
@@ -348,7 +348,7 @@ def measure_layers(shape: Shape, context: int = 640) -> Figures:
 
         def run_library(
             batch: AttentionBatch = batch,
-            caches: Sequence[torch.Tensor] = caches,
+            caches: Sequence[LayerCache] = caches,
             start: torch.Tensor = start,
             positions: torch.Tensor = positions,
         ) -> torch.Tensor:

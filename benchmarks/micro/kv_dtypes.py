@@ -29,7 +29,7 @@ from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.heads import append_heads, rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.step_attention import MAX_FUSED_TOKENS, FlashInferPrefill
-from raypp.ops.kv_cache import FP8
+from raypp.ops.kv_cache import FP8, LayerCache
 
 BF16 = torch.bfloat16
 KV_DTYPES = {"bf16": BF16, "fp8": FP8}
@@ -67,7 +67,7 @@ class Rows:
         sides = 2, 1 + num_rows * width, HEADS[1], BLOCK_SIZE, HEADS[2]
         self.num_bytes = num_rows * context * 2 * HEADS[1] * HEADS[2] * kv_dtype.itemsize
         count = max(2, min(16, math.ceil(COLD_BYTES / self.num_bytes)))
-        self.caches = [torch.randn(sides, device="cuda", dtype=BF16).to(kv_dtype) for _ in range(count)]
+        self.caches = [LayerCache(*torch.randn(sides, device="cuda", dtype=BF16).to(kv_dtype)) for _ in range(count)]
         self.tables = (torch.randperm(num_rows * width, device="cuda").int() + 1).view(num_rows, width)
         self.lens = torch.full((num_rows,), context, dtype=torch.int32, device="cuda")
         self.lens[0] = context - 3
@@ -132,8 +132,8 @@ def measure_prefill(names: list[str]) -> dict[str, Any]:
             num_decode_rows=0,
             decode_query_len=1,
             seq_lens=torch.tensor([length for _, length in prefill], dtype=torch.int32, device=device),
-            block_tables=tables,
-            slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            block_tables=[tables],
+            slot_mappings=[torch.zeros(num_tokens, dtype=torch.int64, device=device)],
             prefill_query_lens=[count for count, _ in prefill],
             prefill_seq_lens=[length for _, length in prefill],
         )

@@ -44,8 +44,8 @@ def _batch(num_rows: int, num_tokens: int, block_size: int, width: int, device: 
         num_decode_rows=num_rows,
         decode_query_len=1,
         seq_lens=torch.tensor([_CONTEXT] * num_rows + [num_tokens], dtype=torch.int32, device=device),
-        block_tables=tables,
-        slot_mapping=torch.tensor([*slots, *range(first, first + num_tokens)], device=device),
+        block_tables=[tables],
+        slot_mappings=[torch.tensor([*slots, *range(first, first + num_tokens)], device=device)],
         prefill_query_lens=[num_tokens],
         prefill_seq_lens=[num_tokens],
     )

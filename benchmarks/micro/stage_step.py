@@ -31,7 +31,7 @@ from raypp.models.sizes import kv_bytes_per_token
 from raypp.models.weights import DummyWeights
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice
-from raypp.ops.kv_cache import FP8, allocate_kv_cache
+from raypp.ops.kv_cache import FP8, LayerCache, allocate_layer_cache, sides
 from raypp.ops.sample.tables import AdjustedLogits
 
 BYTES_PER_MS = 4.3e9  # what an H200 reads in long stretches
@@ -44,7 +44,7 @@ class StageStep:
     def __init__(
         self,
         model: DecoderModel,
-        caches: list[torch.Tensor],
+        caches: list[LayerCache],
         rows: int,
         context: int,
         is_last: bool,
@@ -65,8 +65,8 @@ class StageStep:
             num_decode_rows=rows,
             decode_query_len=query_len,
             seq_lens=torch.tensor(ends, dtype=torch.int32, device=device),
-            block_tables=tables,
-            slot_mapping=torch.cat(slots),
+            block_tables=[tables],
+            slot_mappings=[torch.cat(slots)],
             prefill_query_lens=list(prompts),
             prefill_seq_lens=list(prompts),
         )
@@ -126,12 +126,10 @@ def main() -> None:
     loaded_bytes = torch.cuda.memory_allocated()
     most_tokens = max(args.context, *args.prompts, 1)
     num_blocks = 1 + (max_rows + len(args.prompts)) * -(-most_tokens // BLOCK_SIZE)
-    caches = [
-        allocate_kv_cache(num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim, kv_dtype, device)
-        for _ in range(start, end)
-    ]
-    for cache in caches:
-        cache.copy_(torch.randn(cache.shape, device=device, dtype=torch.bfloat16))
+    sizes = (config.num_kv_heads, config.head_dim, config.head_dim)
+    caches = [allocate_layer_cache(num_blocks, BLOCK_SIZE, *sizes, kv_dtype, device) for _ in range(start, end)]
+    for side in sides(caches):
+        side.copy_(torch.randn(side.shape, device=device, dtype=torch.bfloat16))
     embedding_bytes = 2 * config.vocab_size * config.hidden_size if start == 0 else 0
     figures: dict[str, Any] = {}
     with torch.inference_mode():

@@ -39,7 +39,7 @@ from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import OwnProduct, input_type_in_8_bits
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, project, rounded_to_8_bits
 from raypp.ops.device_kernels import choose_kernels
-from raypp.ops.kv_cache import allocate_kv_cache
+from raypp.ops.kv_cache import allocate_layer_cache, sides
 from raypp.ops.weight import Weight
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -144,10 +144,10 @@ class TunedLayers:
         self._model = build_model(config, **layers, dtype=BF16, device=device, kernels=kernels)
         self._model.load_weights(DummyWeights(0, device))
         num_blocks = 1 + most_rows * -(-context // BLOCK_SIZE)
-        heads = config.num_kv_heads, config.head_dim
-        self._caches = [
-            allocate_kv_cache(num_blocks, BLOCK_SIZE, *heads, BF16, device).normal_() for _ in range(num_layers)
-        ]
+        heads = config.num_kv_heads, config.head_dim, config.head_dim
+        self._caches = [allocate_layer_cache(num_blocks, BLOCK_SIZE, *heads, BF16, device) for _ in range(num_layers)]
+        for side in sides(self._caches):
+            side.normal_()
         self._context = context
         self.products: dict[str, list[CudaProjection]] = {}
         for layer in self._model.layers:

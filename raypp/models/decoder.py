@@ -25,6 +25,7 @@ from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes
 from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.backend import KernelSet, LMHead, Projection
+from raypp.ops.kv_cache import LayerCache
 from raypp.ops.weight import Weight
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class DecoderLayer(Protocol):
         self,
         qkv: torch.Tensor,
         rope: Rotation,
-        kv_cache: torch.Tensor,
+        cache: LayerCache,
         attention: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -212,7 +213,7 @@ class DecoderModel:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionBatch,
-        kv_caches: Sequence[torch.Tensor],
+        kv_caches: Sequence[LayerCache],
         deepstack: Deepstack | None = None,
     ) -> torch.Tensor:
         """Return the residual stream after the stage's layers, [T, H]; write their KV caches.
@@ -226,13 +227,13 @@ class DecoderModel:
             self.kernels.rotation(positions, each, rope.attention_factor)
             for each, (_, rope) in zip(frequencies, self._rotations, strict=True)
         ]
-        for depth, layer, rotation, kv_cache in zip(
+        for depth, layer, rotation, cache in zip(
             self._layer_indices, self.layers, self._rotation_of, kv_caches, strict=True
         ):
             if depth in self.taps:
                 self._tap(depth, hidden)
             out = None if attention.padded_out is None else attention.padded_out[layer.output_size]
-            attended = layer.attend(layer.before_attention(hidden), ropes[rotation], kv_cache, attention, out)
+            attended = layer.attend(layer.before_attention(hidden), ropes[rotation], cache, attention, out)
             hidden = layer.after_attention(hidden, attended)
             if deepstack is not None and depth - deepstack.first_layer < len(deepstack.rows):
                 indices = deepstack.token_indices
@@ -311,11 +312,11 @@ class CompiledLayer:
         self,
         qkv: torch.Tensor,
         rope: Rotation,
-        kv_cache: torch.Tensor,
+        cache: LayerCache,
         attention: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._layer.attend(qkv, rope, kv_cache, attention, out)
+        return self._layer.attend(qkv, rope, cache, attention, out)
 
     def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         if self._after is None or len(hidden) < self._fewest_tokens:

@@ -25,6 +25,7 @@ from raypp.models.layer import AttentionWeights, GatedMLP, inverse_frequencies, 
 from raypp.models.weights import WeightReader
 from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.backend import JoinedProjection, KernelSet, Projection
+from raypp.ops.kv_cache import LayerCache
 from raypp.ops.sample.tables import AdjustedLogits
 from raypp.ops.sample.token_choice import TokenChoice
 
@@ -147,19 +148,19 @@ class DraftHead:
         """Return what tokens at these positions are rotated by. Shapes: positions [T] int64."""
         return self._kernels.rotation(positions, self._inverse_frequencies, self._rope.attention_factor)
 
-    def append(self, qkv: torch.Tensor, rope: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def append(self, qkv: torch.Tensor, rope: Rotation, cache: LayerCache, slot_mapping: torch.Tensor) -> None:
         """Write the keys and values of tokens. Shapes: qkv [T, (Hq + 2 Hk) * D]; slot_mapping [T] int64."""
-        self._attention.append(qkv, rope, kv_cache, slot_mapping)
+        self._attention.append(qkv, rope, cache, slot_mapping)
 
     def finish(
-        self, entered: Entered, rope: Rotation, kv_cache: torch.Tensor, attention: AttentionBatch
+        self, entered: Entered, rope: Rotation, cache: LayerCache, attention: AttentionBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return guesses of the states after tokens, [R, H], and of the tokens after these, int32 [R].
 
         Shapes: entered [R, ...], of decode rows of one token each; it may be overwritten.
         """
         self._kernels.plan_attention(attention, 0)  # decode rows alone: it takes none of the plans' buffers
-        attended = self._attention(entered.qkv, rope, kv_cache, attention)
+        attended = self._attention(entered.qkv, rope, cache, attention)
         hidden = self._mlp(self._output(attended, entered.residual))
         token_ids = self._choice.greedy(AdjustedLogits(self._logits(hidden))).clamp(min=0)
         if self._draft_to_target is not None:

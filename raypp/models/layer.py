@@ -20,6 +20,7 @@ from raypp.models.rope_config import RopeConfig
 from raypp.models.weights import Index, WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Rotation
 from raypp.ops.backend import KernelSet, Routing
+from raypp.ops.kv_cache import LayerCache
 from raypp.ops.weight import Weight
 
 _FUSED_BLOCK = "mlp."
@@ -137,11 +138,11 @@ class TransformerLayer:
         self,
         qkv: torch.Tensor,
         rope: Rotation,
-        kv_cache: torch.Tensor,
+        cache: LayerCache,
         attention: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._attention(qkv, rope, kv_cache, attention, out)
+        return self._attention(qkv, rope, cache, attention, out)
 
     def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         return self._mlp(self._output(attended, hidden))

@@ -6,7 +6,8 @@ prefill rows have any. Queries attend causally to their row's cache, this step's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -28,22 +29,59 @@ class Heads:
 
     num_heads: int  # Hq
     num_kv_heads: int  # Hk, a divisor of Hq
-    head_dim: int  # D
+    head_dim: int  # D or Dk, of queries and keys
     norm: HeadNorm | None = None
     k_scale: float = 1.0
     """What keys are divided by before a cache in 8 bits holds them; a cache of more bits holds them as they are."""
     v_scale: float = 1.0
     """The same of values."""
 
+    v_dim: int | None = None
+    """Dv, of values; None: `head_dim`."""
+    scale: float = 0.0
+    """The factor of the scores; 0: head_dim ** -0.5."""
+    window: int | None = None
+    """A query at position p attends to positions (p - window, p]; None: to all up to p."""
+    soft_cap: float | None = None
+    """Scores become soft_cap * tanh(scores / soft_cap), after the factor, before the mask."""
+    sinks: torch.Tensor | None = None
+    """[Hq] float32: one more score per head in the softmax, without a value (gpt-oss)."""
+    group: int = 0
+    """Which of a step's block tables and slot mappings the layer uses."""
+
+    def __post_init__(self) -> None:
+        if not self.scale:
+            object.__setattr__(self, "scale", float(self.head_dim**-0.5))
+
     @cached_property
-    def scale(self) -> float:
-        """The factor of the scores."""
-        return float(self.head_dim**-0.5)
+    def value_dim(self) -> int:
+        """Dv."""
+        return self.head_dim if self.v_dim is None else self.v_dim
+
+    @cached_property
+    def kind(self) -> HeadsKind:
+        """All that the plan of a step depends on: layers of one kind share it."""
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
+        return HeadsKind(*sizes, self.scale, self.window, self.soft_cap, self.sinks is not None, self.group)
+
+
+class HeadsKind(NamedTuple):
+    """Heads without what differs from layer to layer of one kind: norms, scales of 8 bits, values of sinks."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    has_sinks: bool
+    group: int
 
 
 @dataclass(eq=False, slots=True)
 class AttentionBatch:
-    """A step as attention sees it; the same for all layers. R rows, T tokens.
+    """A step as attention sees it; the same for all layers. R rows, T tokens, G groups of layers with own blocks.
 
     Tensors are exact, and on the device. Integers are what the host knows when it plans: upper bounds where a row's
     length depends on steps still in flight.
@@ -52,15 +90,17 @@ class AttentionBatch:
     num_decode_rows: int
     decode_query_len: int  # 1 + K
     seq_lens: torch.Tensor  # [R] int32, this step's tokens included
-    block_tables: torch.Tensor  # [R, blocks] int32
-    slot_mapping: torch.Tensor  # [T] int64
+    block_tables: Sequence[torch.Tensor]
+    """[R, blocks] int32 by group. An entry is for positions [i * block_size, (i + 1) * block_size). In a windowed
+    group, entries wholly before what the row's first query sees are stale: they may name blocks of other rows."""
+    slot_mappings: Sequence[torch.Tensor]  # [T] int64 by group
     prefill_query_lens: list[int]
     prefill_seq_lens: list[int]
-    plan: object = None
-    """What the kernel set prepared for all layers; see `raypp.ops.backend.KernelSet.plan_attention`."""
-    padded_out: torch.Tensor | None = None
-    """[P, Hq * D] for a step that is padded to P tokens: where every layer's attention writes its T rows. Padding lies
-    behind the step's tokens, belongs to no row, and `slot_mapping` [P] sends it to the null block."""
+    plans: dict[Hashable, object] = field(default_factory=dict)
+    """What the kernel set prepared, by kind of heads; see `raypp.ops.backend.KernelSet.plan_attention`."""
+    padded_out: Mapping[int, torch.Tensor] | None = None
+    """[P, width] by width Hq * Dv, for a step that is padded to P tokens: where a layer's attention writes its T rows.
+    Padding lies behind the step's tokens, belongs to no row, and `slot_mappings` [P] send it to the null block."""
 
     @property
     def num_tokens(self) -> int:
@@ -68,14 +108,14 @@ class AttentionBatch:
         return self.num_decode_rows * self.decode_query_len + sum(self.prefill_query_lens)
 
     def adopt(self, step: AttentionBatch) -> None:
-        """Take over that step's fields, all but `slot_mapping` and `padded_out`, whose addresses stay."""
+        """Take over that step's fields, all but `slot_mappings` and `padded_out`, whose addresses stay."""
         self.num_decode_rows = step.num_decode_rows
         self.decode_query_len = step.decode_query_len
         self.seq_lens = step.seq_lens
         self.block_tables = step.block_tables
         self.prefill_query_lens = step.prefill_query_lens
         self.prefill_seq_lens = step.prefill_seq_lens
-        self.plan = step.plan
+        self.plans = step.plans
 
 
 class Rotation(NamedTuple):

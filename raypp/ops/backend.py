@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from raypp.ops.attention import AttentionBatch, Heads, Rotation
+from raypp.ops.kv_cache import LayerCache
 from raypp.ops.weight import Weight
 
 
@@ -64,18 +65,18 @@ class Attention(Protocol):
         self,
         qkv: torch.Tensor,
         rope: Rotation,
-        kv_cache: torch.Tensor,
+        cache: LayerCache,
         batch: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the output, [T, Hq * D]; in `out` if that is given.
+        """Return the output, [T, Hq * Dv]; in `out` if that is given.
 
-        Shapes: qkv [T, (Hq + 2 Hk) * D]: queries, keys, values; rope: the step's, of the same kernel set; kv_cache
-        [2, num_blocks, Hk, block_size, D]. T may be more than the batch's tokens: the rest of `out` is left alone.
-        What a row computes past the end of its block table is finite, meaningless and never read.
+        Shapes: qkv [T, (Hq + Hk) * Dk + Hk * Dv]: queries, keys, values; rope: the step's, of the same kernel set. T
+        may be more than the batch's tokens: the rest of `out` is left alone. What a row computes past the end of its
+        block table is finite, meaningless and never read.
         """
 
-    def append(self, qkv: torch.Tensor, rope: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def append(self, qkv: torch.Tensor, rope: Rotation, cache: LayerCache, slot_mapping: torch.Tensor) -> None:
         """Only write the cache, as a call does. Never waits for the device. Shapes: slot_mapping [T] int64."""
 
 
@@ -185,7 +186,7 @@ class KernelSet(Protocol):
         """Do the host's part of a step's attention, before its first layer. Nothing for steps of decode rows alone.
 
         Args:
-            batch: Gets its `plan`.
+            batch: Gets its `plans`.
             ring_entry: Which of the plan buffers to use; free again when the step that used it last has finished.
         """
 

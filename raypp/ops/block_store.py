@@ -1,19 +1,21 @@
 """KV blocks in CPU memory, of caches on any device; see `raypp.messages.BlockCopies`.
 
-A store belongs to caches of one shape: those of a stage's layers, which are one tensor, or that of a draft head. One
+A store belongs to caches with the same blocks: those of layers that use one block table, or that of a draft head. One
 block of all these layers lies in one piece in CPU memory, so a block is one transfer, and neighbours are one together.
+Each layer's keys are a plane of blocks, and its values another; their widths may differ.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from raypp.messages import Int32s
-from raypp.ops.kv_cache import zeros_on_demand
+from raypp.ops.kv_cache import LayerCache, sides, zeros_on_demand
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -28,57 +30,97 @@ class BlockStore(Protocol):
         """Copy blocks from CPU memory into the caches. Shapes: [n] both; `blocks` all differ."""
 
 
+@dataclass(frozen=True, eq=False)
+class PlaneSet:
+    """Planes of one width: keys or values of P layers."""
+
+    planes: tuple[torch.Tensor, ...]  # [num_blocks, words] each
+    offset: int  # where they begin in a piece, in words
+
+    @property
+    def num_words(self) -> int:
+        """Of a block of one plane."""
+        return int(self.planes[0].shape[1])
+
+
+class Planes:
+    """The planes of caches with the same blocks, and where each lies in a piece, which has a block of every plane.
+
+    Args:
+        caches: Of layers with the same blocks.
+    """
+
+    def __init__(self, caches: Sequence[LayerCache]) -> None:
+        planes = [side.view(len(side), -1).view(torch.uint8) for side in sides(caches)]
+        word = next(word for word in _WORDS if all(plane.shape[1] % word.itemsize == 0 for plane in planes))
+        by_width: dict[int, list[torch.Tensor]] = {}
+        for plane in planes:
+            by_width.setdefault(plane.shape[1], []).append(plane.view(word))
+        self.dtype = word
+        """The words in which planes are copied."""
+        self.device = planes[0].device
+        self.sets: list[PlaneSet] = []
+        self.num_words = 0
+        """Of a piece."""
+        for of_width in by_width.values():
+            self.sets.append(PlaneSet(tuple(of_width), self.num_words))
+            self.num_words += len(of_width) * self.sets[-1].num_words
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of a block of every plane."""
+        return self.num_words * self.dtype.itemsize
+
+    def pieces(self, count: int) -> torch.Tensor:
+        """Return room for so many pieces on the planes' device, [count, words]."""
+        return torch.empty(count, self.num_words, dtype=self.dtype, device=self.device)
+
+
 class BlockMover(Protocol):
-    """Copies between caches and pieces of whole blocks, on one device. P planes: keys and values of all layers."""
+    """Copies between planes and pieces of whole blocks, on one device."""
 
-    def gather(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        """Copy blocks into one piece each.
+    def gather(self, planes: Planes, blocks: torch.Tensor, staged: torch.Tensor) -> None:
+        """Copy blocks into one piece each. Shapes: blocks [n] int64; staged [n, words of a piece]."""
 
-        Shapes: planes [P, num_blocks, words]; blocks [n] int64; staged [n, P, words].
-        """
-
-    def scatter(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
+    def scatter(self, planes: Planes, blocks: torch.Tensor, staged: torch.Tensor) -> None:
         """Copy pieces back into blocks, which all differ. Shapes: as `gather`."""
 
 
 class TorchBlockMover:
     """On any device."""
 
-    def gather(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        torch.index_select(planes.transpose(0, 1), 0, blocks, out=staged)
+    def gather(self, planes: Planes, blocks: torch.Tensor, staged: torch.Tensor) -> None:
+        for plane, part in _parts(planes, staged):
+            part.copy_(plane.index_select(0, blocks))
 
-    def scatter(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        planes.transpose(0, 1).index_copy_(0, blocks, staged)
+    def scatter(self, planes: Planes, blocks: torch.Tensor, staged: torch.Tensor) -> None:
+        for plane, part in _parts(planes, staged):
+            plane.index_copy_(0, blocks, part)
 
 
-def planes_of(kv_caches: torch.Tensor) -> torch.Tensor:
-    """Return caches as planes of blocks, [2 * L, num_blocks, words], in words that torch can copy.
-
-    Shapes: kv_caches [L, 2, num_blocks, Hk, block_size, D].
-    """
-    num_layers, _, num_blocks, *block = kv_caches.shape
-    num_bytes = math.prod(block) * kv_caches.element_size()
-    words = next(word for word in _WORDS if num_bytes % word.itemsize == 0)
-    return kv_caches.view(num_layers * 2, num_blocks, -1).view(words)
+def _parts(planes: Planes, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each plane, and its part of pieces, [n, words]."""
+    for of_width in planes.sets:
+        for index, plane in enumerate(of_width.planes):
+            yield plane, staged.narrow(1, of_width.offset + index * of_width.num_words, of_width.num_words)
 
 
 class TorchBlockStore:
     """Copies at once.
 
     Args:
-        kv_caches: [L, 2, num_blocks, Hk, block_size, D].
+        caches: Of layers with the same blocks.
         num_cpu_blocks: Blocks that there is room for.
     """
 
-    def __init__(self, kv_caches: torch.Tensor, num_cpu_blocks: int) -> None:
-        self._planes = planes_of(kv_caches)
+    def __init__(self, caches: Sequence[LayerCache], num_cpu_blocks: int) -> None:
+        self._planes = Planes(caches)
         self._mover = TorchBlockMover()
-        num_planes, _, num_words = self._planes.shape
-        shape = num_cpu_blocks, num_planes, num_words
-        self._memory = zeros_on_demand(math.prod(shape), self._planes.dtype).view(shape)
+        shape = num_cpu_blocks, self._planes.num_words
+        self._memory = zeros_on_demand(num_cpu_blocks * self._planes.num_words, self._planes.dtype).view(shape)
 
     def copy_out(self, blocks: Int32s, cpu_blocks: Int32s) -> None:
-        staged = self._memory.new_empty(len(blocks), *self._memory.shape[1:])
+        staged = self._planes.pieces(len(blocks))
         self._mover.gather(self._planes, _indices(blocks), staged)
         self._memory.index_copy_(0, _indices(cpu_blocks), staged)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from raypp.ops.backend import KernelSet
 from raypp.ops.block_store import BlockMover, BlockStore, TorchBlockMover, TorchBlockStore
 from raypp.ops.cpu.torch_kernels import TorchKernels
+from raypp.ops.kv_cache import LayerCache
 from raypp.ops.sample.token_choice import TokenChoice, TorchTokenChoice
 
 _LOG = logging.getLogger(__name__)
@@ -56,19 +58,19 @@ def choose_token_choice(device: torch.device, max_positions: int) -> TokenChoice
     return KernelTokenChoice(max_positions, Device.of(device), Workspace(device))
 
 
-def open_block_store(kv_caches: torch.Tensor, num_cpu_blocks: int, num_staged: int) -> BlockStore:
+def open_block_store(caches: Sequence[LayerCache], num_cpu_blocks: int, num_staged: int) -> BlockStore:
     """Return memory of the CPU for blocks of caches.
 
     Args:
-        kv_caches: Of layers of one shape, [L, 2, num_blocks, Hk, block_size, D].
+        caches: Of layers with the same blocks.
         num_cpu_blocks: Blocks that there is room for.
         num_staged: Blocks that a GPU holds on their way at a time.
 
     Raises:
         ResourceError: the memory for a GPU cannot be page-locked.
     """
-    if kv_caches.device.type != "cuda":
-        return TorchBlockStore(kv_caches, num_cpu_blocks)
+    if caches[0].keys.device.type != "cuda":
+        return TorchBlockStore(caches, num_cpu_blocks)
     from raypp.ops.cuda.pinned_blocks import PinnedBlockStore
 
     mover: BlockMover = TorchBlockMover()
@@ -76,7 +78,7 @@ def open_block_store(kv_caches: torch.Tensor, num_cpu_blocks: int, num_staged: i
         from raypp.ops.cuda.block_kernels import KernelBlockMover
 
         mover = KernelBlockMover()
-    return PinnedBlockStore(kv_caches, num_cpu_blocks, num_staged, mover)
+    return PinnedBlockStore(caches, num_cpu_blocks, num_staged, mover)
 
 
 def _has_triton() -> bool:

@@ -2,7 +2,8 @@
 
 A token's slot is `block id * block_size + offset in the block`. Block 0 is the null block: no request owns it, padding
 and tokens past a row's limit are written there. Within a block heads come before tokens (what FlashInfer calls HND): a
-gather then copies `block_size * head_dim` elements in a row, into the order in which attention multiplies them.
+gather then copies `block_size * head_dim` elements in a row, into the order in which attention multiplies them. Heads
+of keys and of values may have different sizes.
 
 A cache has the type of the activations, or is `FP8`. Then it holds keys and values divided by a scale of their layer
 (`raypp.ops.attention.Heads`), and a step attends to its own tokens as the cache holds them, too: what a token's keys
@@ -12,6 +13,8 @@ and values are does not depend on how its prompt was cut.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,32 +24,48 @@ FP8_MAX = 448.0
 _ALIGNMENT = 64  # bytes; as torch aligns its own
 
 
-def allocate_kv_cache(
+class LayerCache(NamedTuple):
+    """The cache of one layer."""
+
+    keys: torch.Tensor  # [num_blocks, Hk, block_size, Dk]
+    values: torch.Tensor  # [num_blocks, Hk, block_size, Dv]
+
+    @property
+    def both(self) -> torch.Tensor | None:
+        """Keys and values as one tensor, [2, num_blocks, Hk, block_size, D], if they lie side by side."""
+        keys, values = self
+        if keys.shape != values.shape or values.data_ptr() - keys.data_ptr() != keys.nbytes:
+            return None
+        if values.storage_offset() - keys.storage_offset() != keys.numel():
+            return None  # neighbours by chance
+        return keys.as_strided((2, *keys.shape), (keys.numel(), *keys.stride()))
+
+
+def allocate_layer_cache(
     num_blocks: int,
     block_size: int,
     num_kv_heads: int,
-    head_dim: int,
+    k_dim: int,
+    v_dim: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> torch.Tensor:
-    """Return one layer's cache, [2, num_blocks, num_kv_heads, block_size, head_dim], keys first.
+) -> LayerCache:
+    """Return one layer's cache; keys and values lie side by side if their heads have one size.
 
     All zeros: attention reads whole blocks, and what it masks must still be finite.
     """
-    return allocate_kv_caches(1, num_blocks, block_size, num_kv_heads, head_dim, dtype, device)[0]
+    keys, values = (num_blocks, num_kv_heads, block_size, k_dim), (num_blocks, num_kv_heads, block_size, v_dim)
+    if k_dim == v_dim:
+        return LayerCache(*_zeros((2, *keys), dtype, device).unbind())
+    return LayerCache(_zeros(keys, dtype, device), _zeros(values, dtype, device))
 
 
-def allocate_kv_caches(
-    num_layers: int,
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    """Return the caches of layers alike as one tensor, [num_layers, ...]; see `allocate_kv_cache`."""
-    shape = (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim)
+def sides(caches: Sequence[LayerCache]) -> list[torch.Tensor]:
+    """Return keys, values, keys, values, ... of layers."""
+    return [side for cache in caches for side in cache]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return zeros_on_demand(math.prod(shape), dtype).view(shape)
     return torch.zeros(shape, dtype=dtype, device=device)
@@ -60,34 +79,35 @@ def zeros_on_demand(count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(memory[start : start + num_bytes]).view(dtype)
 
 
-def as_cached(x: torch.Tensor, kv_cache: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return keys or values as the cache holds them: in 8 bits x / scale, and at most FP8_MAX. NaN stays NaN."""
-    if kv_cache.dtype != FP8:
+def as_cached(x: torch.Tensor, side: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return keys or values as their side of the cache holds them: in 8 bits x / scale, and at most FP8_MAX.
+
+    NaN stays NaN.
+    """
+    if side.dtype != FP8:
         return x
     return (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
 
 
-def write_kv_cache(
-    kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_rows: torch.Tensor, value_rows: torch.Tensor
-) -> None:
+def write_kv_cache(cache: LayerCache, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
     """Write the keys and values of the step's tokens into the cache, in place.
 
-    Shapes: kv_cache [2, num_blocks, Hk, block_size, D]; k, v [T, Hk, D], of the cache's type (`as_cached`); key_rows,
-    value_rows [T * Hk] int64, see `cache_rows`. Where rows repeat (in the null block), any may win.
+    Shapes: k [T, Hk, Dk] and v [T, Hk, Dv], of the cache's type (`as_cached`); rows [T * Hk] int64, see `cache_rows`.
+    Where rows repeat (in the null block), any may win.
     """
-    head_dim = kv_cache.shape[4]
-    rows = movable(kv_cache).view(-1, head_dim)
-    rows.index_copy_(0, key_rows, movable(k).reshape(-1, head_dim))
-    rows.index_copy_(0, value_rows, movable(v).reshape(-1, head_dim))
+    for side, new in zip(cache, (k, v), strict=True):
+        head_dim = side.shape[3]
+        movable(side).view(-1, head_dim).index_copy_(0, rows, movable(new).reshape(-1, head_dim))
 
 
-def gather_blocks(kv_cache: torch.Tensor, head_blocks: torch.Tensor) -> torch.Tensor:
+def gather_blocks(side: torch.Tensor, head_blocks: torch.Tensor) -> torch.Tensor:
     """Return blocks of one head each, [n, block_size * D], of the cache's type.
 
-    Shapes: head_blocks [n] int64, places in the cache seen as [2 * num_blocks * Hk, block_size * D].
+    Shapes: side [..., block_size, D], keys, values, or `LayerCache.both`; head_blocks [n] int64, places in it seen as
+    [-1, block_size * D].
     """
-    rows = movable(kv_cache).view(-1, kv_cache.shape[3] * kv_cache.shape[4])
-    return rows.index_select(0, head_blocks).view(kv_cache.dtype)
+    rows = movable(side).view(-1, side.shape[-2] * side.shape[-1])
+    return rows.index_select(0, head_blocks).view(side.dtype)
 
 
 def movable(x: torch.Tensor) -> torch.Tensor:
@@ -95,14 +115,13 @@ def movable(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.dtype == FP8 else x
 
 
-def cache_rows(kv_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where slots lie when a cache is seen as rows of D elements: the keys' and the values', [T * Hk] int64.
+def cache_rows(cache: LayerCache, slots: torch.Tensor) -> torch.Tensor:
+    """Return where slots lie when keys, or values, are seen as rows of one head of one token each, [T * Hk] int64.
 
-    Shapes: slots [T] int64. The same for all layers: once per step.
+    Shapes: slots [T] int64. The same for all layers of a kind: once per step.
     """
-    _, num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+    _, num_kv_heads, block_size, _ = cache.keys.shape
     blocks = slots // block_size
     first_heads = torch.add(slots, blocks, alpha=(num_kv_heads - 1) * block_size)
     heads = torch.arange(0, num_kv_heads * block_size, block_size, device=slots.device)
-    keys = (first_heads.unsqueeze(1) + heads).view(-1)
-    return keys, keys + num_blocks * num_kv_heads * block_size
+    return (first_heads.unsqueeze(1) + heads).view(-1)

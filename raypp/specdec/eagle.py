@@ -13,6 +13,7 @@ import torch
 
 from raypp.models.draft_head import DraftHead, Entered
 from raypp.ops.attention import AttentionBatch, Rotation
+from raypp.ops.kv_cache import LayerCache
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
 from raypp.ops.row_tokens import StepTokens
 from raypp.specdec.proposer import Drafts, Followed, StepHidden
@@ -23,8 +24,8 @@ class EagleProposer:
 
     Args:
         head: With its weights.
-        kv_cache: The head's own, [2, num_blocks, Hk, block_size, D].
-        block_tables: Of all rows, int32 [max_num_seqs, W]; somebody else keeps them current.
+        cache: The head's own.
+        block_tables: Of all rows, int32 [1, max_num_seqs, W]; somebody else keeps them current.
         num_drafts: K_max.
         max_len: The most tokens of a row, drafts included.
     """
@@ -32,14 +33,14 @@ class EagleProposer:
     has_own_graphs = True
 
     def __init__(
-        self, head: DraftHead, kv_cache: torch.Tensor, block_tables: torch.Tensor, *, num_drafts: int, max_len: int
+        self, head: DraftHead, cache: LayerCache, block_tables: torch.Tensor, *, num_drafts: int, max_len: int
     ) -> None:
         self._head = head
-        self._kv_cache = kv_cache
+        self._cache = cache
         self._block_tables = block_tables
         self._num_drafts = num_drafts
         self._max_len = max_len
-        device, max_rows = block_tables.device, len(block_tables)
+        device, max_rows = block_tables.device, block_tables.shape[1]
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         self._no_entries = NewEntries(nothing, nothing, nothing)
         self._draft_start_loc = torch.arange(max_rows + 1, dtype=torch.int32, device=device) * num_drafts
@@ -49,7 +50,7 @@ class EagleProposer:
         """Let the step's tokens enter; return what the newest one of each row has become, ready for attention."""
         head = self._head
         entered = head.enter(head.states(hidden.hidden_states, hidden.aux), _next_token_ids(tokens, hidden))
-        head.append(entered.qkv, head.rotation(hidden.positions), self._kv_cache, hidden.slot_mapping)
+        head.append(entered.qkv, head.rotation(hidden.positions), self._cache, hidden.slot_mapping)
         newest = _newest_indices(tokens, hidden)
         return tuple(each.index_select(0, newest) for each in (entered.residual, entered.qkv, hidden.positions))
 
@@ -70,12 +71,12 @@ class EagleProposer:
             tokens.rows,
             num_computed_tokens,
             Queries(self._draft_start_loc[: num_rows + 1], num_rows * self._num_drafts, self._num_drafts),
-            block_size=self._kv_cache.shape[3],
+            block_size=self._cache.keys.shape[2],
             max_len=self._max_len,
         )
         # Of all drafts at once: what belongs to the first one of every row, then to the second, ...
         positions, slots = (
-            each.view(num_rows, -1).t().contiguous() for each in (inputs.positions, inputs.slot_mapping)
+            each.view(num_rows, -1).t().contiguous() for each in (inputs.positions, inputs.slot_mappings[0])
         )
         seq_lens = (num_computed_tokens + self._draft_numbers).clamp_(max=self._max_len)
         rotation = head.rotation(positions.view(-1))
@@ -85,13 +86,13 @@ class EagleProposer:
                 decode_query_len=1,
                 seq_lens=seq_lens[index],
                 block_tables=inputs.block_tables,
-                slot_mapping=slots[index],
+                slot_mappings=[slots[index]],
                 prefill_query_lens=[],
                 prefill_seq_lens=[],
             )
             of_rows = slice(index * num_rows, (index + 1) * num_rows)
             rope = Rotation(rotation.cos[of_rows], rotation.sin[of_rows])
-            states, token_ids = head.finish(entered, rope, self._kv_cache, attention)
+            states, token_ids = head.finish(entered, rope, self._cache, attention)
             draft_ids.append(token_ids)
             if index + 1 < self._num_drafts:
                 entered = head.enter(states, token_ids)

@@ -14,8 +14,8 @@ from raypp.models.decoder import DecoderModel, HeadSupport, compile_layers
 from raypp.models.draft_head import DraftHead
 from raypp.models.registry import build_model
 from raypp.models.weights import PickledWeights, WeightReader, WeightSource, open_weights, warn_of_unread
-from raypp.ops import kv_cache
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice
+from raypp.ops.kv_cache import LayerCache, allocate_layer_cache
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage import Stage
 from raypp.stage.stage_model import StageModel
@@ -152,14 +152,17 @@ def build_stage(
     return Stage(spec, model, allocate_kv_caches(spec, config), links, schemas, tracer)
 
 
-def allocate_kv_caches(spec: StageSpec, config: ModelConfig) -> torch.Tensor:
-    """Return the KV caches of the stage's layers, [L, ...], all zeros."""
-    return kv_cache.allocate_kv_caches(
-        spec.end_layer - spec.start_layer,
-        spec.num_blocks,
-        spec.block_size,
-        config.num_kv_heads,
-        config.head_dim,
-        getattr(torch, spec.kv_dtype),
-        torch.device(spec.device),
-    )
+def allocate_kv_caches(spec: StageSpec, config: ModelConfig) -> list[LayerCache]:
+    """Return the KV caches of the stage's layers, all zeros."""
+    return [
+        allocate_layer_cache(
+            spec.num_blocks,
+            spec.block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            config.head_dim,
+            getattr(torch, spec.kv_dtype),
+            torch.device(spec.device),
+        )
+        for _ in range(spec.start_layer, spec.end_layer)
+    ]

@@ -18,6 +18,7 @@ import torch
 from raypp.messages import BlockCopies, StepPlan, unpack
 from raypp.ops.block_store import BlockStore
 from raypp.ops.device_kernels import open_block_store
+from raypp.ops.kv_cache import LayerCache
 from raypp.stage.stage_spec import StageSpec
 from raypp.tracing import ForwardCounter, now_ns
 from raypp.transport.gpu_access import CurrentStream
@@ -110,13 +111,13 @@ class _Batch:
 
 
 def open_cpu_kv(
-    spec: StageSpec, kv_caches: Sequence[torch.Tensor], counter: ForwardCounter
+    spec: StageSpec, caches: Sequence[Sequence[LayerCache]], counter: ForwardCounter
 ) -> HostCpuKv | CudaCpuKv | None:
     """Return what copies a stage's blocks to CPU memory and back; None: no blocks are kept there.
 
     Args:
         spec: Which stage.
-        kv_caches: Each of layers of one shape, [L, 2, num_blocks, Hk, block_size, D].
+        caches: Each of layers with the same blocks.
         counter: Counts how long steps wait for copies.
 
     Raises:
@@ -124,7 +125,7 @@ def open_cpu_kv(
     """
     if not spec.num_cpu_blocks:
         return None
-    stores = [open_block_store(caches, spec.num_cpu_blocks, spec.num_staged_blocks) for caches in kv_caches]
+    stores = [open_block_store(of_layers, spec.num_cpu_blocks, spec.num_staged_blocks) for of_layers in caches]
     device = torch.device(spec.device)
     if device.type != "cuda":
         return HostCpuKv(stores, counter)

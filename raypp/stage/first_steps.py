@@ -19,6 +19,7 @@ import torch
 from raypp.errors import ResourceError
 from raypp.messages import NULL_BLOCK
 from raypp.ops.attention import AttentionBatch
+from raypp.ops.kv_cache import LayerCache
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
 from raypp.ops.row_tokens import StepTokens
 from raypp.row_params import Needs
@@ -45,7 +46,7 @@ def padding_step(
     lens = [decode_query_len] * num_decode_rows + prefill_lens
     # By the operation of real steps: the first prompt would wait for its kernel, too.
     inputs = row_inputs(
-        torch.full((len(lens), spec.blocks_per_row + 1), NULL_BLOCK, dtype=torch.int32, device=device),
+        torch.full((1, len(lens), spec.blocks_per_row + 1), NULL_BLOCK, dtype=torch.int32, device=device),
         NewEntries(*torch.empty(3, 0, dtype=torch.int64, device=device).unbind()),
         torch.arange(len(lens), device=device),
         torch.zeros(len(lens), dtype=torch.int32, device=device),
@@ -58,7 +59,7 @@ def padding_step(
         decode_query_len=decode_query_len,
         seq_lens=inputs.seq_lens,
         block_tables=inputs.block_tables,
-        slot_mapping=inputs.slot_mapping,
+        slot_mappings=inputs.slot_mappings,
         prefill_query_lens=prefill_lens,
         prefill_seq_lens=prefill_lens,
     )
@@ -69,7 +70,7 @@ _FEW_TOKENS = 16
 
 
 def warm_up(
-    spec: StageSpec, model: StageModel, kv_caches: Sequence[torch.Tensor], sampler: Sampler | None = None
+    spec: StageSpec, model: StageModel, kv_caches: Sequence[LayerCache], sampler: Sampler | None = None
 ) -> None:
     """Run the largest prefill and small mixed steps, of padding alone; only the null block is written.
 
@@ -123,7 +124,7 @@ def _choose(spec: StageSpec, sampler: Sampler) -> None:
     sampler.report(logits, rows, chosen)
 
 
-def _run(spec: StageSpec, model: StageModel, kv_caches: Sequence[torch.Tensor], step: PaddingStep) -> None:
+def _run(spec: StageSpec, model: StageModel, kv_caches: Sequence[LayerCache], step: PaddingStep) -> None:
     device, num_tokens = torch.device(spec.device), len(step.positions)
     model.plan_attention(step.attention, 0)
     if spec.is_first:
@@ -138,7 +139,7 @@ def _run(spec: StageSpec, model: StageModel, kv_caches: Sequence[torch.Tensor], 
 def compile_ahead(
     spec: StageSpec,
     model: StageModel,
-    kv_caches: Sequence[torch.Tensor],
+    kv_caches: Sequence[LayerCache],
     sampler: Sampler | None,
     sizes: Sequence[FullSize],
 ) -> None:
@@ -169,7 +170,7 @@ def compile_ahead(
 def _decode(
     spec: StageSpec,
     model: StageModel,
-    kv_caches: Sequence[torch.Tensor],
+    kv_caches: Sequence[LayerCache],
     sampler: Sampler | None,
     size: FullSize,
 ) -> None:

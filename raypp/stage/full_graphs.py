@@ -24,6 +24,7 @@ import torch
 from raypp.graphs.debug import Watched, only, owned_tokens
 from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK, Int64s
+from raypp.ops.kv_cache import sides
 from raypp.ops.row_inputs import NewEntries
 from raypp.row_params import Needs
 from raypp.stage.draft_graphs import DraftGraphs
@@ -282,7 +283,7 @@ class FullGraphs:
             self._entering.read(schema.num_bytes(*batch.size.message), self._has_entered)
             batch.received = schema.views(self._input, *batch.size.message)
         hidden = self._layers.run(batch, self._layers.prepare(batch))
-        slot_mapping = batch.attention.slot_mapping
+        slot_mapping = batch.attention.slot_mappings[0]
         if self._spec.is_last:
             return slot_mapping, self._layers.last(batch, hidden, place=self._place_of_logits(len(hidden)))
         schema = self._schemas.forward[index]
@@ -321,7 +322,7 @@ class FullGraphs:
                 **{name: only(counts, view[:num_tokens]) for name, view in states.items()},
             }
 
-        layers, caches = self._layers, {"KV cache": self._layers.kv_caches}
+        layers, caches = self._layers, {"KV cache": sides(self._layers.kv_caches)}
         return Watched(
             reads=({"output": self._output}, self._uploads, layers.block_tables, layers.item_rows, caches),
             changes=({"input": self._input}, layers.next_inputs),

@@ -40,13 +40,13 @@ class BlockTables:
         self._device = device
         self._no_entries = NewEntries(*torch.empty(3, 0, dtype=torch.int64, device=device).unbind())
         num_entries = spec.blocks_per_row + 1
-        self.tables = torch.full((spec.max_num_seqs, num_entries), NULL_BLOCK, dtype=torch.int32, device=device)
-        """All tables, int32 [max_num_seqs, W]; their address never changes."""
+        self.tables = torch.full((1, spec.max_num_seqs, num_entries), NULL_BLOCK, dtype=torch.int32, device=device)
+        """All tables, int32 [1, max_num_seqs, W]; their address never changes."""
 
     def start(self, starting: StartingRows) -> None:
         """Empty the tables of rows that start."""
         # Not by an assignment: on a GPU that copies its number from ordinary memory, and so waits for the device.
-        self.tables.index_fill_(0, starting.rows, NULL_BLOCK)
+        self.tables.index_fill_(1, starting.rows, NULL_BLOCK)
 
     def new_entries(self, plan: StepPlan) -> NewEntries:
         """Return what a plan brings to the tables, on the device."""

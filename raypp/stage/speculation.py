@@ -11,7 +11,7 @@ import torch
 from raypp.errors import ConfigError
 from raypp.messages import StepPlan
 from raypp.models.draft_head import DraftHead
-from raypp.ops.kv_cache import allocate_kv_caches
+from raypp.ops.kv_cache import LayerCache, allocate_layer_cache
 from raypp.ops.row_tokens import RowTokens, StepTokens
 from raypp.specdec.draft_tables import DraftTables
 from raypp.specdec.eagle import EagleProposer
@@ -47,7 +47,7 @@ class Speculation:
         device: Its device.
         tokens: Of all rows; `start` finds those of rows that start written.
         head: The draft head, for methods that have one.
-        block_tables: Of all rows, int32 [max_num_seqs, W], kept current by the stage.
+        block_tables: Of all rows, int32 [1, max_num_seqs, W], kept current by the stage.
 
     Raises:
         ConfigError: the method drafts by a head, and there is none.
@@ -65,10 +65,10 @@ class Speculation:
         self.tokens = tokens
         self.tables = DraftTables(spec.max_num_seqs, spec.max_drafts, tokens, device)
         """The drafts of all rows. Steps change them, and the rows' tokens, at addresses that stay."""
-        self.head_kv_caches: list[torch.Tensor] = []
-        """Of the draft head, [1, ...] as a stage has its own."""
+        self.head_kv_caches: list[LayerCache] = []
+        """That of the draft head's layer, if there is a head."""
         if given.uses_head:
-            self.head_kv_caches.append(_head_kv_caches(spec, head, device))
+            self.head_kv_caches.append(_head_kv_cache(spec, head, device))
         self.proposer = _proposer(spec, tokens.table, head, self.head_kv_caches, block_tables)
         self._is_sparing = device.type == "cpu" or self.proposer.has_own_graphs
         self._shadow_every = _HEAD_SHADOW_EVERY if self.proposer.has_own_graphs else _SHADOW_EVERY
@@ -138,7 +138,7 @@ def _proposer(
     spec: StageSpec,
     tokens: torch.Tensor,
     head: DraftHead | None,
-    head_kv_caches: Sequence[torch.Tensor],
+    head_kv_caches: Sequence[LayerCache],
     block_tables: torch.Tensor,
 ) -> Proposer:
     given = spec.speculative
@@ -152,13 +152,12 @@ def _proposer(
     )
     if head is None or not head_kv_caches:
         return ngram
-    kv_cache = head_kv_caches[0][0]
-    eagle = EagleProposer(head, kv_cache, block_tables, num_drafts=spec.max_drafts, max_len=spec.max_seq_len)
+    eagle = EagleProposer(head, head_kv_caches[0], block_tables, num_drafts=spec.max_drafts, max_len=spec.max_seq_len)
     return HybridProposer(ngram, eagle) if given.method == "auto" else eagle
 
 
-def _head_kv_caches(spec: StageSpec, head: DraftHead | None, device: torch.device) -> torch.Tensor:
-    """Return the KV cache of the head's layer, [1, ...]."""
+def _head_kv_cache(spec: StageSpec, head: DraftHead | None, device: torch.device) -> LayerCache:
+    """Return the KV cache of the head's layer."""
     if head is None:
         raise ConfigError(
             "the method of speculation drafts by a head, and the last stage has none",
@@ -167,7 +166,8 @@ def _head_kv_caches(spec: StageSpec, head: DraftHead | None, device: torch.devic
         )
     layer = head.config.layer
     dtype: torch.dtype = getattr(torch, spec.kv_dtype)
-    return allocate_kv_caches(1, spec.num_blocks, spec.block_size, layer.num_kv_heads, layer.head_dim, dtype, device)
+    sizes = (layer.num_kv_heads, layer.head_dim, layer.head_dim)
+    return allocate_layer_cache(spec.num_blocks, spec.block_size, *sizes, dtype, device)
 
 
 def _by_row(batch: StepBatch, chosen: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

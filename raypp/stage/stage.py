@@ -11,12 +11,14 @@ graphs, or eager: what it is padded to says which (`step_sizes.py`).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from raypp.graphs.graph_manager import CudaGraphManager, graph_maker
 from raypp.messages import MaskUpdate, StepForm, StepPlan, Unrecorded
+from raypp.ops.kv_cache import LayerCache
 from raypp.ops.row_tokens import RowTokens
 from raypp.row_params import Needs
 from raypp.stage.cpu_kv import open_cpu_kv
@@ -47,7 +49,7 @@ class Stage:
         self,
         spec: StageSpec,
         model: StageModel,
-        kv_caches: torch.Tensor,
+        kv_caches: Sequence[LayerCache],
         links: StageLinks,
         schemas: StageSchemas,
         tracer: Tracer,
@@ -58,7 +60,7 @@ class Stage:
         Args:
             spec: Which stage.
             model: Its layers.
-            kv_caches: Of its layers, [L, ...], see `raypp.ops.kv_cache`.
+            kv_caches: Of its layers.
             links: To its neighbours.
             schemas: Of what travels there.
             tracer: Of this process.
@@ -101,16 +103,16 @@ class Stage:
             self._next_inputs = NextInputs(spec, device, self._known_tokens, links.feedback_in, schemas.feedback)
         self._end = self._make_end(spec) if spec.is_last else None
         speculation = None if self._end is None else self._end.speculation
-        of_head = [] if speculation is None else speculation.head_kv_caches
+        of_head = [] if speculation is None else [[cache] for cache in speculation.head_kv_caches]
         self._cpu_kv = open_cpu_kv(spec, [kv_caches, *of_head], tracer.forwards)
 
-        by_layer, sampler = kv_caches.unbind(), None if self._end is None else self._end.sampler
+        sampler = None if self._end is None else self._end.sampler
         if device.type == "cuda":
             with torch.inference_mode():
-                warm_up(spec, model, by_layer, sampler)
-        compile_ahead(spec, model, by_layer, sampler, wanted.full)
+                warm_up(spec, model, kv_caches, sampler)
+        compile_ahead(spec, model, kv_caches, sampler, wanted.full)
         rows = (self._block_tables, self._next_inputs, self._item_rows, self.items)
-        self._layers = StepLayers(spec, model, by_layer, *rows, self._graphs, wanted.piecewise)
+        self._layers = StepLayers(spec, model, kv_caches, *rows, self._graphs, wanted.piecewise)
         self._full: FullGraphs | None = None
         if wanted.full:
             self._full = FullGraphs(spec, schemas, self._graphs, wanted.full, self._layers, self._end, links)

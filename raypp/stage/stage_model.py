@@ -11,6 +11,7 @@ from raypp.graphs.cost import GraphCost
 from raypp.models.decoder import Deepstack
 from raypp.models.draft_head import DraftHead
 from raypp.ops.attention import AttentionBatch
+from raypp.ops.kv_cache import LayerCache
 
 
 class StageModel(Protocol):
@@ -46,7 +47,7 @@ class StageModel(Protocol):
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionBatch,
-        kv_caches: Sequence[torch.Tensor],
+        kv_caches: Sequence[LayerCache],
         deepstack: Deepstack | None = None,
     ) -> torch.Tensor:
         """Return the residual stream after the stage's layers, [T, H].

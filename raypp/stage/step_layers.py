@@ -25,6 +25,7 @@ from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK, StepForm
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.host_to_device import to_device
+from raypp.ops.kv_cache import LayerCache, sides
 from raypp.ops.row_inputs import row_inputs
 from raypp.specdec.proposer import StepHidden
 from raypp.stage.first_steps import padding_step
@@ -94,7 +95,7 @@ class PiecewiseLayers:
         self,
         spec: StageSpec,
         model: StageModel,
-        kv_caches: Sequence[torch.Tensor],
+        kv_caches: Sequence[LayerCache],
         graphs: CudaGraphManager,
         sizes: Sequence[int],
     ) -> None:
@@ -109,7 +110,7 @@ class PiecewiseLayers:
         size, device, dtype = sizes[0], torch.device(spec.device), getattr(torch, spec.dtype)
         self._hidden = torch.zeros(size, model.hidden_size, dtype=dtype, device=device)
         self._positions = torch.zeros(size, dtype=torch.int64, device=device)
-        self._slots = torch.full((size,), NULL_BLOCK * spec.block_size, dtype=torch.int64, device=device)
+        self._slots = (torch.full((size,), NULL_BLOCK * spec.block_size, dtype=torch.int64, device=device),)
         self._attended = torch.zeros(size, model.attention_size, dtype=dtype, device=device)
         self._output = torch.zeros(size, model.hidden_size, dtype=dtype, device=device)
         self._batches: dict[int, AttentionBatch] = {}  # by bucket: the same object for all steps, as captured
@@ -135,9 +136,10 @@ class PiecewiseLayers:
         self._batches[bucket].adopt(attention)
         self._hidden[:num_tokens].copy_(hidden)
         self._positions[:num_tokens].copy_(positions)
-        self._slots[:num_tokens].copy_(attention.slot_mapping)
+        for slots, of_step in zip(self._slots, attention.slot_mappings, strict=True):
+            slots[:num_tokens].copy_(of_step)
         if num_tokens < bucket:
-            for buffer in (self._hidden, self._positions, self._slots, self._attended):
+            for buffer in (self._hidden, self._positions, *self._slots, self._attended):
                 buffer[num_tokens:bucket].zero_()
         self._graphs.run((PIECEWISE, bucket))
         return self._output[:num_tokens]
@@ -150,14 +152,14 @@ class PiecewiseLayers:
             decode_query_len=1,
             seq_lens=step.attention.seq_lens,
             block_tables=step.attention.block_tables,
-            slot_mapping=self._slots[:bucket],
+            slot_mappings=[slots[:bucket] for slots in self._slots],
             prefill_query_lens=[],
             prefill_seq_lens=[],
-            padded_out=self._attended[:bucket],
+            padded_out={self._attended.shape[1]: self._attended[:bucket]},
         )
         batch.adopt(step.attention)
         self._num_tokens = bucket
-        watched = Watched(reads=({"KV cache": self._kv_caches},), changes=(self,), yields=self._yields)
+        watched = Watched(reads=({"KV cache": sides(self._kv_caches)},), changes=(self,), yields=self._yields)
         program = partial(self._layers, bucket)
         self._graphs.record(PIECEWISE, (PIECEWISE, bucket), program, breakable=True, watched=watched)
 
@@ -169,7 +171,7 @@ class PiecewiseLayers:
 
     def _yields(self, result: None) -> dict[str, torch.Tensor]:
         num_tokens = self._num_tokens
-        counts = owned_tokens(self._slots[:num_tokens], self._spec.block_size)
+        counts = owned_tokens(self._slots[0][:num_tokens], self._spec.block_size)
         return {"output": only(counts, self._output[:num_tokens])}
 
 
@@ -192,7 +194,7 @@ class StepLayers:
         self,
         spec: StageSpec,
         model: StageModel,
-        kv_caches: Sequence[torch.Tensor],
+        kv_caches: Sequence[LayerCache],
         block_tables: BlockTables,
         next_inputs: NextInputs | None,
         item_rows: ItemRows | None,
@@ -265,7 +267,7 @@ class StepLayers:
             decode_query_len=batch.query_len,
             seq_lens=of_rows.seq_lens,
             block_tables=of_rows.block_tables,
-            slot_mapping=of_rows.slot_mapping,
+            slot_mappings=of_rows.slot_mappings,
             prefill_query_lens=batch.prefill_query_lens,
             prefill_seq_lens=prefill_seq_lens,
         )
@@ -322,6 +324,6 @@ class StepLayers:
         logits = self._model.compute_logits(states, place)
         aux = [] if self._aux_states is None else self._aux_states.gather(batch)
         of_rows = (batch.num_decode_rows, batch.logits_indices, next_token_ids)
-        stepped = StepHidden(hidden, batch.positions, batch.attention.slot_mapping, aux, *of_rows)
+        stepped = StepHidden(hidden, batch.positions, batch.attention.slot_mappings[0], aux, *of_rows)
         batch.drop_inputs()
         return LastHidden(logits, positions + 1, stepped)

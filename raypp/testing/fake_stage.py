@@ -13,6 +13,7 @@ from raypp.graphs.cost import GraphCost
 from raypp.models.config import ModelConfig
 from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
+from raypp.ops.kv_cache import LayerCache
 from raypp.stage.stage_spec import StageSpec
 
 
@@ -54,7 +55,7 @@ class FakeModel:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionBatch,
-        kv_caches: Sequence[torch.Tensor],
+        kv_caches: Sequence[LayerCache],
         deepstack: Deepstack | None = None,
     ) -> torch.Tensor:
         """Return the residual stream unchanged, after the configured time."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from scipy import stats
 from raypp.ops import vision
 from raypp.ops.attention import HeadNorm, Heads
 from raypp.ops.backend import Routing, choose_experts
-from raypp.ops.block_store import TorchBlockMover
+from raypp.ops.block_store import Planes, TorchBlockMover
 from raypp.ops.cuda import between_products
 from raypp.ops.cuda.adjust_kernel import LogitAdjuster, remember
 from raypp.ops.cuda.between_products import narrow, silu_and_mul
@@ -35,7 +35,7 @@ from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, fold_norm, proj
 from raypp.ops.cuda.router_kernels import Routed, arrange, most_tiles, route
 from raypp.ops.cuda.row_inputs_kernel import row_inputs as row_inputs_kernel
 from raypp.ops.cuda.token_quantization import TokenNorm, quantize_tokens
-from raypp.ops.kv_cache import FP8
+from raypp.ops.kv_cache import FP8, LayerCache, sides
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
 from raypp.ops.row_tokens import NO_TOKEN, RowTokens, StepTokens
 from raypp.ops.sample.adjust import adjusted
@@ -169,17 +169,23 @@ Scales = tuple[float, float]
 """Of keys and values in a cache of 8 bits."""
 
 
-def as_read(cache: torch.Tensor, scales: Scales | None) -> torch.Tensor:
+def of_sides(change: Callable[[torch.Tensor], torch.Tensor], cache: LayerCache) -> LayerCache:
+    """Return a cache whose keys and values are changed."""
+    return LayerCache(*map(change, cache))
+
+
+def as_read(cache: LayerCache, scales: Scales | None) -> LayerCache:
     """Return what a cache holds, as numbers that can be computed with."""
     if scales is None:
         return cache
-    return torch.stack([side.float() * scale for side, scale in zip(cache, scales, strict=True)])
+    return LayerCache(*(side.float() * scale for side, scale in zip(cache, scales, strict=True)))
 
 
-def assert_cached(kernels: Kernels, cache: torch.Tensor, expected: torch.Tensor, scales: Scales | None) -> None:
+def assert_cached(kernels: Kernels, cache: LayerCache, expected: LayerCache, scales: Scales | None) -> None:
     """Compare a cache with what was to be written; in 8 bits as `Kernels.assert_narrowed`."""
     if scales is None:
-        kernels.assert_close(cache, expected, 8)
+        for side, expected_side in zip(cache, expected, strict=True):
+            kernels.assert_close(side, expected_side, 8)
         return
     for side, expected_side, scale in zip(cache, expected, scales, strict=True):
         kernels.assert_narrowed(side, expected_side.float() / scale, FP8, 0.01 / scale)
@@ -204,9 +210,9 @@ def check_heads(
     slots = kernels.rng.sample(range(block_size, num_blocks * block_size), num_tokens)
     slot_mapping = torch.tensor(slots, dtype=torch.int64, device=DEVICE)
     frequencies = (1.0 / 10000.0 ** (torch.arange(0, head_dim, 2) / head_dim)).to(DEVICE)
-    cache = kernels.normal(2, num_blocks, num_kv_heads, block_size, head_dim)
-    cache = cache if scales is None else cache.to(FP8)
-    expected_cache = as_read(cache, scales).clone()
+    cache = LayerCache(*kernels.normal(2, num_blocks, num_kv_heads, block_size, head_dim))
+    cache = cache if scales is None else of_sides(to_fp8, cache)
+    expected_cache = of_sides(torch.clone, as_read(cache, scales))
     expected = reference.append_heads(qkv, heads, positions, frequencies, slot_mapping, expected_cache)
     by = rotation_table(positions, frequencies, kernels.device)
     got = append_heads(qkv, heads, by, slot_mapping, cache, kernels.device)
@@ -220,15 +226,16 @@ def check_gather(dtype: torch.dtype, seq_lens: list[int], num_kv_heads: int, sca
     kernels = Kernels(dtype, seed=len(seq_lens))
     block_size, head_dim = 16, 64
     _, cache, _, tables = decode_step(kernels, seq_lens, 1, num_kv_heads, num_kv_heads, head_dim, block_size)
-    cache = cache if scales is None else cache.to(FP8)
+    cache = cache if scales is None else of_sides(to_fp8, cache)
     starts = torch.tensor([0, *itertools.accumulate(seq_lens)], dtype=torch.int32, device=DEVICE)
     out = torch.full((2, sum(seq_lens) + 3, num_kv_heads, head_dim), 7.0, dtype=dtype, device=DEVICE)
     heads = Heads(num_kv_heads, num_kv_heads, head_dim, None, *(scales or ()))
     gather_heads(cache, tables, starts, -(-max(seq_lens) // block_size), heads, out[0], out[1], kernels.device)
     expected = torch.full_like(out, 7.0)
     for row, (begin, length) in enumerate(zip(starts.tolist(), seq_lens, strict=False)):
-        read = as_read(cache[:, tables[row].long()], scales).transpose(2, 3).flatten(1, 2)
-        expected[:, begin : begin + length] = read[:, :length].to(dtype)
+        of_row = LayerCache(*(side[tables[row].long()] for side in cache))
+        for side, read in zip(expected, as_read(of_row, scales), strict=True):
+            side[begin : begin + length] = read.transpose(1, 2).flatten(0, 1)[:length].to(dtype)
     assert torch.equal(out, expected)
 
 
@@ -249,7 +256,7 @@ def check_decode(
     kernels.workspace.reserve(1 << 20)
     q, cache, lens, tables = decode_step(kernels, seq_lens, query_len, num_heads, num_kv_heads, head_dim, block_size)
     heads = Heads(num_heads, num_kv_heads, head_dim, None, *(scales or ()))
-    cache = cache if scales is None else cache.to(FP8)
+    cache = cache if scales is None else of_sides(to_fp8, cache)
     expected = reference.decode_attention(q, as_read(cache, scales), lens, tables, query_len, heads.scale)
     first, second = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan)
     decode(q, cache, lens, tables, query_len, heads, first, tuning)
@@ -287,17 +294,20 @@ def check_fused_decode(
     qkv = kernels.normal(len(q), (num_heads + 2 * num_kv_heads) * head_dim)
     frequencies = (1.0 / 10000.0 ** (torch.arange(0, head_dim, 2) / head_dim)).to(DEVICE)
     poison(cache, [length - query_len for length in seq_lens], tables)  # the step's own are still to be written
-    cache = cache if scales is None else cache.to(FP8)
-    expected_cache = as_read(cache, scales).clone()
+    cache = cache if scales is None else of_sides(to_fp8, cache)
+    expected_cache = of_sides(torch.clone, as_read(cache, scales))
     q = reference.append_heads(qkv, heads, positions, frequencies, slot_mapping, expected_cache)
     by = rotation_table(positions, frequencies, kernels.device)
     outputs = [torch.full_like(q, torch.nan) for _ in range(2)]
     for out in outputs:
         decode.from_projection(qkv, heads, by, slot_mapping, cache, lens, tables, query_len, out, tuning)
-    is_poisoned, read = ~expected_cache.isfinite(), as_read(cache, scales)
-    assert torch.equal(~read.isfinite(), is_poisoned)
-    clean = (cache if scales is None else cache.float()).masked_fill(is_poisoned, 0).to(cache.dtype)
-    assert_cached(kernels, clean, expected_cache.masked_fill(is_poisoned, 0), scales)
+    read, clean, expected_clean = as_read(cache, scales), [], []
+    for side, read_side, expected_side in zip(cache, read, expected_cache, strict=True):
+        is_poisoned = ~expected_side.isfinite()
+        assert torch.equal(~read_side.isfinite(), is_poisoned)
+        clean.append((side if scales is None else side.float()).masked_fill(is_poisoned, 0).to(side.dtype))
+        expected_clean.append(expected_side.masked_fill(is_poisoned, 0))
+    assert_cached(kernels, LayerCache(*clean), LayerCache(*expected_clean), scales)
     # The step's own tokens are attended to as the cache holds them.
     attended = expected_cache if scales is None else read
     expected = reference.decode_attention(q, attended, lens, tables, query_len, heads.scale)
@@ -314,7 +324,7 @@ def decode_step(
     num_kv_heads: int,
     head_dim: int,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, LayerCache, torch.Tensor, torch.Tensor]:
     """Return queries, cache, lengths and tables of decode rows.
 
     What does not belong to a row is infinite or no number: places behind its length, and the null block, in which every
@@ -323,7 +333,7 @@ def decode_step(
     width = -(-max(seq_lens) // block_size) + 1
     blocks = kernels.rng.sample(range(1, 1 + width * len(seq_lens)), width * len(seq_lens))
     tables = torch.tensor(blocks, dtype=torch.int32, device=DEVICE).view(len(seq_lens), width)
-    cache = kernels.normal(2, 1 + len(blocks), num_kv_heads, block_size, head_dim)
+    cache = LayerCache(*kernels.normal(2, 1 + len(blocks), num_kv_heads, block_size, head_dim))
     tables[:, -1] = 0
     poison(cache, seq_lens, tables)
     q = kernels.normal(len(seq_lens) * query_len, num_heads, head_dim)
@@ -349,7 +359,9 @@ def check_cut_lengths(dtype: torch.dtype) -> None:
     """A row that claims more tokens than its table holds attends to those of the table, and hurts no other row."""
     kernels, heads, block_size = Kernels(dtype), (4, 2, 64), 16
     q, cache, lens, tables = decode_step(kernels, [64, 64], 1, *heads, block_size)
-    cache.nan_to_num_(1.0, 1.0, -1.0)  # the table's last block, the null block, is attended to here
+    cache = of_sides(
+        lambda side: side.nan_to_num(1.0, 1.0, -1.0), cache
+    )  # the table's last block, the null block, is attended to here
     decode = TritonDecode(*heads, 1, kernels.device, kernels.workspace)
     expected = reference.decode_attention(q, cache, lens.new_tensor([64, 80]), tables, 1, 0.125)
     out = torch.empty_like(q)
@@ -357,45 +369,60 @@ def check_cut_lengths(dtype: torch.dtype) -> None:
     kernels.assert_close(out, expected)
 
 
-def poison(cache: torch.Tensor, seq_lens: Sequence[int], tables: torch.Tensor) -> None:
+def to_fp8(side: torch.Tensor) -> torch.Tensor:
+    return side.to(FP8)
+
+
+def poison(cache: LayerCache, seq_lens: Sequence[int], tables: torch.Tensor) -> None:
     """Put numbers that are none, and infinite ones, behind each row's length and into the null block."""
-    block_size, bad = cache.shape[3], itertools.cycle((torch.nan, torch.inf, -torch.inf))
-    cache[:, 0] = torch.nan
+    block_size, bad = cache.keys.shape[2], itertools.cycle((torch.nan, torch.inf, -torch.inf))
+    for side in cache:
+        side[0] = torch.nan
     for table, length in zip(tables.tolist(), seq_lens, strict=True):
         for position in range(length, len(table) * block_size):
-            cache[:, table[position // block_size], :, position % block_size] = next(bad)
+            value = next(bad)
+            for side in cache:
+                side[table[position // block_size], :, position % block_size] = value
 
 
-def check_block_moves(num_planes: int, num_blocks: int, num_words: int, num_moved: int, dtype: torch.dtype) -> None:
-    """Blocks in any order, gathered into one piece each, and scattered into other blocks."""
+def check_block_moves(widths: Sequence[tuple[int, int]], num_blocks: int, num_moved: int, dtype: torch.dtype) -> None:
+    """Blocks in any order, gathered into one piece each, and scattered into other blocks; planes of several widths."""
     generator = torch.Generator().manual_seed(num_moved)
-    planes = torch.randint(0, 100, (num_planes, num_blocks, num_words), dtype=dtype, generator=generator)
+    caches = [
+        LayerCache(
+            *(torch.randint(0, 100, (num_blocks, 1, 1, width), dtype=dtype, generator=generator) for width in of_layer)
+        )
+        for of_layer in widths
+    ]
     blocks, others = (torch.randperm(num_blocks, generator=generator)[:num_moved] for _ in range(2))
     found = []
     for mover, device in ((TorchBlockMover(), torch.device("cpu")), (KernelBlockMover(), DEVICE)):
-        moved = planes.to(device, copy=True)
-        staged = torch.zeros(num_moved, num_planes, num_words, dtype=dtype, device=device)
-        mover.gather(moved, blocks.to(device), staged)
-        mover.scatter(moved, others.to(device), staged)
-        found.append((moved.cpu(), staged.cpu()))
+        moved = [LayerCache(*(side.to(device, copy=True) for side in cache)) for cache in caches]
+        planes = Planes(moved)
+        staged = planes.pieces(num_moved).zero_()
+        mover.gather(planes, blocks.to(device), staged)
+        mover.scatter(planes, others.to(device), staged)
+        found.append(([side.cpu() for side in sides(moved)], staged.cpu()))
     (expected, pieces), (got, ours) = found
-    assert torch.equal(pieces, planes[:, blocks].transpose(0, 1))
     assert torch.equal(ours, pieces)
-    assert torch.equal(got, expected)
+    for side, ours_side, theirs in zip(sides(caches), got, expected, strict=True):
+        assert torch.equal(ours_side, theirs)
+        assert torch.equal(theirs[others], side[blocks])
 
 
-def check_row_inputs(num_rows: int, query_len: int, num_entries: int, width: int, *, has_prompts: bool) -> None:
+def check_row_inputs(
+    num_rows: int, query_len: int, num_entries: int, width: int, *, has_prompts: bool, num_groups: int = 1
+) -> None:
     """The inputs of rows in any order, and the tables with their new entries."""
     kernels = Kernels(torch.float32, seed=num_rows)
     block_size, max_rows = 4, num_rows + 3
-    tables = torch.tensor(
-        [[kernels.rng.randrange(1000) for _ in range(width)] for _ in range(max_rows)], dtype=torch.int32, device=DEVICE
-    )
+    cells = [kernels.rng.randrange(1000) for _ in range(num_groups * max_rows * width)]
+    tables = torch.tensor(cells, dtype=torch.int32, device=DEVICE).view(num_groups, max_rows, width)
     rows = torch.tensor(kernels.rng.sample(range(max_rows), num_rows), device=DEVICE)
     # Entries of the step's own rows and of others, one of them written twice with the same.
-    entry_rows = [kernels.rng.randrange(max_rows) for _ in range(num_entries)]
-    cells = dict.fromkeys((row, kernels.rng.randrange(width)) for row in entry_rows)
-    entries = [(row, position, 1000 + index) for index, (row, position) in enumerate(cells)]
+    entry_rows = [kernels.rng.randrange(num_groups * max_rows) for _ in range(num_entries)]
+    places = dict.fromkeys((row, kernels.rng.randrange(width)) for row in entry_rows)
+    entries = [(row, position, 1000 + index) for index, (row, position) in enumerate(places)]
     entries += entries[:1]
     columns = zip(*entries, strict=True) if entries else ((), (), ())
     new = NewEntries(*(torch.tensor(column, dtype=torch.int64, device=DEVICE) for column in columns))
@@ -413,8 +440,9 @@ def check_row_inputs(num_rows: int, query_len: int, num_entries: int, width: int
     got = row_inputs_kernel(tables, new, rows, computed, queries, *sizes.values())
     assert torch.equal(tables.cpu(), expected_tables)
     for ours, theirs in zip(got, expected, strict=True):
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours.cpu(), theirs)
+        by_group = torch.stack(theirs) if isinstance(theirs, tuple) else theirs
+        assert ours.dtype == by_group.dtype
+        assert torch.equal(ours.cpu(), by_group)
 
 
 def check_projection(

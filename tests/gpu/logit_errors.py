@@ -16,7 +16,7 @@ from raypp.ops.attention import AttentionBatch
 from raypp.ops.backend import KernelSet
 from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.cuda.cuda_kernels import CudaKernels
-from raypp.ops.kv_cache import allocate_kv_cache
+from raypp.ops.kv_cache import LayerCache, allocate_layer_cache, sides
 
 BLOCK_SIZE = 16
 
@@ -46,7 +46,7 @@ class Step:
     seq_lens: list[int]
     num_decode_rows: int
     prompt_lens: list[int]
-    caches: list[torch.Tensor]  # as they are before the step
+    caches: list[LayerCache]  # as they are before the step
 
     def batch(self) -> AttentionBatch:
         """Return the step as attention sees it."""
@@ -54,8 +54,8 @@ class Step:
             num_decode_rows=self.num_decode_rows,
             decode_query_len=1,
             seq_lens=torch.tensor(self.seq_lens, dtype=torch.int32, device=self.token_ids.device),
-            block_tables=self.block_tables,
-            slot_mapping=self.slot_mapping,
+            block_tables=[self.block_tables],
+            slot_mappings=[self.slot_mapping],
             prefill_query_lens=self.prompt_lens,
             prefill_seq_lens=self.seq_lens[self.num_decode_rows :],
         )
@@ -102,10 +102,10 @@ class ThreeModels:
             for position in range(length - count, length)
         ]
         slots = [tables[row][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for row, at in positions]
-        sizes = 1 + len(blocks), BLOCK_SIZE, config.num_kv_heads, config.head_dim
-        caches = [allocate_kv_cache(*sizes, self._dtype, self._device) for _ in range(config.num_layers)]
-        for cache in caches:
-            cache.copy_(torch.randn(cache.shape, generator=generator, device=self._device))
+        sizes = 1 + len(blocks), BLOCK_SIZE, config.num_kv_heads, config.head_dim, config.head_dim
+        caches = [allocate_layer_cache(*sizes, self._dtype, self._device) for _ in range(config.num_layers)]
+        for side in sides(caches):
+            side.copy_(torch.randn(side.shape, generator=generator, device=self._device))
         ids = [rng.randrange(config.vocab_size) for _ in positions]
 
         def on_device(values: Sequence[object], dtype: torch.dtype) -> torch.Tensor:
@@ -138,5 +138,5 @@ def _logits(model: DecoderModel, step: Step) -> torch.Tensor:
     """Return the logits of all tokens of a step, [T, V] float32."""
     batch = step.batch()
     model.plan_attention(batch, 0)
-    caches = [cache.to(model.dtype, copy=True) for cache in step.caches]
+    caches = [LayerCache(*(side.to(model.dtype, copy=True) for side in cache)) for cache in step.caches]
     return model.compute_logits(model.forward(model.embed(step.token_ids), step.positions, batch, caches))

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.messages import MaskUpdate, StepPlan, StepResult
 from raypp.models.config import ModelConfig
+from raypp.ops.kv_cache import sides
 from raypp.plan.engine_plan import EnginePlan
 from raypp.stage.build_stage import StageFactory, build_stage_model
 from raypp.stage.stage_model import StageModel
@@ -28,7 +29,7 @@ class Ran:
     """What a list of plans left behind."""
 
     results: list[dict[str, NDArray[Any]]]  # what counts of them
-    kv_caches: list[torch.Tensor]  # of all layers, without the null block
+    kv_caches: list[torch.Tensor]  # keys, values, ... of all layers, without the null block
     num_compared: int  # replays that debug mode compared
     costs: list[dict]  # what each stage's recordings took
 
@@ -137,7 +138,7 @@ def run_plans(
     for step in plans:
         pipeline.submit(step)
         results += [_what_counts(result, step.num_drafts) for result in pipeline.collect()]
-    caches = [cache[:, 1:].clone() for local in stages for cache in local.kv_caches]
+    caches = [side[1:].clone() for local in stages for side in sides(local.kv_caches)]
     costs = [local.stage.graphs.describe() for local in stages]
     return Ran(results, caches, sum(manager.num_compared for manager in managers), costs)
 

@@ -10,6 +10,7 @@ from raypp.ops.attention import Heads
 from raypp.ops.backend import Routing, choose_experts
 from raypp.ops.cuda.cuda_kernels import plain_rms_norm as rms_norm
 from raypp.ops.cuda.cuda_kernels import plain_silu_and_mul as silu_and_mul
+from raypp.ops.kv_cache import LayerCache
 from raypp.ops.sample.adjust import BANNED
 
 
@@ -39,7 +40,7 @@ def paged_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    kv_cache: torch.Tensor,
+    cache: LayerCache,
     query_lens: list[int],
     seq_lens: list[int],
     block_tables: torch.Tensor,
@@ -47,17 +48,17 @@ def paged_attention(
 ) -> torch.Tensor:
     """Write k and v into the cache and attend, row by row and token by token. Returns [T, Hq, D].
 
-    Shapes: q [T, Hq, D]; k, v [T, Hk, D]; kv_cache [2, num_blocks, Hk, block_size, D]; block_tables [R, blocks].
+    Shapes: q [T, Hq, D]; k, v [T, Hk, D]; block_tables [R, blocks].
     """
-    block_size, out, start = kv_cache.shape[3], torch.empty_like(q), 0
+    block_size, out, start = cache.keys.shape[2], torch.empty_like(q), 0
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         for index in range(query_len):
             position = seq_len - query_len + index
             block = int(block_tables[row, position // block_size])
-            kv_cache[0, block, :, position % block_size] = k[start + index]
-            kv_cache[1, block, :, position % block_size] = v[start + index]
+            cache.keys[block, :, position % block_size] = k[start + index]
+            cache.values[block, :, position % block_size] = v[start + index]
         blocks = block_tables[row].long()
-        keys, values = (side[blocks].transpose(1, 2).flatten(0, 1)[:seq_len] for side in kv_cache)
+        keys, values = (side[blocks].transpose(1, 2).flatten(0, 1)[:seq_len] for side in cache)
         out[start : start + query_len] = attention(q[start : start + query_len], keys, values, scale)
         start += query_len
     return out
@@ -102,12 +103,11 @@ def append_heads(
     positions: torch.Tensor,
     inverse_frequencies: torch.Tensor,
     slot_mapping: torch.Tensor,
-    kv_cache: torch.Tensor,
+    cache: LayerCache,
 ) -> torch.Tensor:
     """Normalize and rotate the heads of a projection, write keys and values to their slots; return q, [T, Hq, D].
 
-    Shapes: qkv [T, (Hq + 2 Hk) * D]; positions, slot_mapping [T]; kv_cache [2, num_blocks, Hk, block_size, D]. Computed
-    in float32, rounded once.
+    Shapes: qkv [T, (Hq + 2 Hk) * D]; positions, slot_mapping [T]. Computed in float32, rounded once.
     """
     num_heads, num_kv_heads, dtype = heads.num_heads, heads.num_kv_heads, qkv.dtype
     split = (num_heads, num_kv_heads, num_kv_heads)
@@ -116,16 +116,16 @@ def append_heads(
         q = rms_norm(q, heads.norm.q_weight, heads.norm.eps)
         k = rms_norm(k, heads.norm.k_weight, heads.norm.eps)
     q, k = (apply_rotary(x, positions, inverse_frequencies).to(dtype) for x in (q, k))
-    block_size = kv_cache.shape[3]
+    block_size = cache.keys.shape[2]
     for token, slot in enumerate(slot_mapping.tolist()):
-        kv_cache[0, slot // block_size, :, slot % block_size] = k[token]
-        kv_cache[1, slot // block_size, :, slot % block_size] = v[token].to(dtype)
+        cache.keys[slot // block_size, :, slot % block_size] = k[token]
+        cache.values[slot // block_size, :, slot % block_size] = v[token].to(dtype)
     return q
 
 
 def decode_attention(
     q: torch.Tensor,
-    kv_cache: torch.Tensor,
+    cache: LayerCache,
     seq_lens: torch.Tensor,
     block_tables: torch.Tensor,
     query_len: int,
@@ -133,12 +133,12 @@ def decode_attention(
 ) -> torch.Tensor:
     """Return the attention of decode rows whose keys and values are in the cache already, [R * query_len, Hq, D].
 
-    Shapes: q [R * query_len, Hq, D]; kv_cache [2, num_blocks, Hk, block_size, D]; seq_lens [R]; block_tables [R, W].
+    Shapes: q [R * query_len, Hq, D]; seq_lens [R]; block_tables [R, W].
     Lengths past a table's end are cut there.
     """
     out = torch.empty_like(q)
     for row, (table, seq_len) in enumerate(zip(block_tables.long(), seq_lens.tolist(), strict=True)):
-        keys, values = (side[table].transpose(1, 2).flatten(0, 1)[:seq_len] for side in kv_cache)
+        keys, values = (side[table].transpose(1, 2).flatten(0, 1)[:seq_len] for side in cache)
         tokens = slice(row * query_len, (row + 1) * query_len)
         out[tokens] = attention(q[tokens], keys, values, scale)
     return out

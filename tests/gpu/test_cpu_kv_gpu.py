@@ -15,7 +15,7 @@ from test_cpu_kv import MAX_LEN, converse, scarce
 
 from raypp.ops.block_store import TorchBlockStore
 from raypp.ops.device_kernels import open_block_store
-from raypp.ops.kv_cache import FP8, allocate_kv_caches
+from raypp.ops.kv_cache import FP8, LayerCache, allocate_layer_cache, sides
 from raypp.plan.hardware import Hardware
 
 NUM_BLOCKS, NUM_CPU_BLOCKS = 300, 500
@@ -24,10 +24,11 @@ NUM_BLOCKS, NUM_CPU_BLOCKS = 300, 500
 @pytest.mark.parametrize("num_staged", [1, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
 def test_blocks_move_as_on_a_cpu(dtype, num_staged):
-    shape = (5, NUM_BLOCKS, 16, 2, 64)
-    on_cpu = allocate_kv_caches(*shape, dtype, torch.device("cpu"))
-    on_cpu.view(torch.uint8).copy_(torch.randint(0, 255, on_cpu.view(torch.uint8).shape, dtype=torch.uint8))
-    on_gpu = on_cpu.cuda()
+    sizes = [(2, 64, 64)] * 3 + [(1, 192, 128), (4, 512, 512)]
+    on_cpu = [allocate_layer_cache(NUM_BLOCKS, 16, *each, dtype, torch.device("cpu")) for each in sizes]
+    for side in sides(on_cpu):
+        side.view(torch.uint8).random_(0, 255)
+    on_gpu = [LayerCache(*(side.cuda() for side in cache)) for cache in on_cpu]
     stores = [TorchBlockStore(on_cpu, NUM_CPU_BLOCKS), open_block_store(on_gpu, NUM_CPU_BLOCKS, num_staged)]
     rng = np.random.default_rng(0)
     for round_number in range(6):
@@ -39,11 +40,12 @@ def test_blocks_move_as_on_a_cpu(dtype, num_staged):
         for store in stores:
             store.copy_out(blocks, places.astype(np.int32))
             store.copy_in(others, places.astype(np.int32))
-    assert torch.equal(on_gpu.cpu().view(torch.uint8), on_cpu.view(torch.uint8))
+    for side, expected in zip(sides(on_gpu), sides(on_cpu), strict=True):
+        assert torch.equal(side.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_memory_can_be_locked_again_when_its_owner_is_gone():
-    caches = allocate_kv_caches(1, 8, 16, 2, 64, torch.bfloat16, torch.device("cuda"))
+    caches = [allocate_layer_cache(8, 16, 2, 64, 64, torch.bfloat16, torch.device("cuda"))]
     for _ in range(3):
         store = open_block_store(caches, 4096, 8)
         blocks = np.arange(1, 8, dtype=np.int32)

@@ -19,6 +19,7 @@ import reference_ops as reference
 
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
 from raypp.ops.backend import Routing
+from raypp.ops.block_store import Planes
 from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.cuda.block_kernels import KernelBlockMover
@@ -30,7 +31,7 @@ from raypp.ops.cuda.product_tuning import MAX_ROWS, choose_projection, input_typ
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, fold_norm
 from raypp.ops.cuda.step_attention import FlashInferPrefill, SdpaPrefill
 from raypp.ops.device_kernels import choose_kernels
-from raypp.ops.kv_cache import FP8
+from raypp.ops.kv_cache import FP8, LayerCache
 from raypp.ops.weight import Weight
 
 CUDA = torch.device("cuda")
@@ -162,7 +163,9 @@ def test_fp8_kv_cuts(num_splits, tile_tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
-@pytest.mark.parametrize("sizes", [(36, 300, 4096, 27), (2, 500, 48, 499), (6, 5, 1030, 2)])
+@pytest.mark.parametrize(
+    "sizes", [([(4096, 4096)] * 18, 300, 27), ([(48, 48)], 500, 499), ([(1030, 6), (1030, 1030), (6, 24)], 5, 2)]
+)
 def test_block_moves(sizes, dtype):
     checks.check_block_moves(*sizes, dtype)
 
@@ -172,10 +175,10 @@ def test_block_moves_beyond_32_bits():
     planes = torch.zeros(3, 1 << 18, 1024, dtype=torch.int64, device="cuda")
     blocks, others = (torch.arange(first, 1 << 18, 2, device="cuda") for first in ((1 << 18) - 8, (1 << 18) - 7))
     planes[:, blocks] = torch.randint(1, 1 << 60, (3, len(blocks), 1024), device="cuda")
-    staged = torch.empty(len(blocks), 3, 1024, dtype=torch.int64, device="cuda")
-    mover = KernelBlockMover()
-    mover.gather(planes, blocks, staged)
-    mover.scatter(planes, others, staged)
+    mover, of_layers = KernelBlockMover(), Planes([LayerCache(planes[0], planes[1]), LayerCache(planes[2], planes[2])])
+    staged = of_layers.pieces(len(blocks))
+    mover.gather(of_layers, blocks, staged)
+    mover.scatter(of_layers, others, staged)
     assert torch.equal(planes[:, others], planes[:, blocks])
     assert int(planes[:, others].count_nonzero()) == planes[:, others].numel()
     assert not planes[:, : (1 << 18) - 8].any()
@@ -338,7 +341,7 @@ def _prefill_batch(kernels, prefill, num_kv_heads, head_dim):
     width = -(-max(lengths) // BLOCK_SIZE)
     blocks = kernels.rng.sample(range(1, 1 + width * len(lengths)), width * len(lengths))
     tables = torch.tensor(blocks, dtype=torch.int32, device=CUDA).view(len(lengths), width)
-    cache = kernels.normal(2, 1 + len(blocks), num_kv_heads, BLOCK_SIZE, head_dim)
+    cache = LayerCache(*kernels.normal(2, 1 + len(blocks), num_kv_heads, BLOCK_SIZE, head_dim))
     counts = [1, *(count for count, _ in prefill)]
     slots = [
         int(tables[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
@@ -349,8 +352,8 @@ def _prefill_batch(kernels, prefill, num_kv_heads, head_dim):
         num_decode_rows=1,
         decode_query_len=1,
         seq_lens=torch.tensor(lengths, dtype=torch.int32, device=CUDA),
-        block_tables=tables,
-        slot_mapping=torch.tensor(slots, device=CUDA),
+        block_tables=[tables],
+        slot_mappings=[torch.tensor(slots, device=CUDA)],
         prefill_query_lens=counts[1:],
         prefill_seq_lens=lengths[1:],
     )
@@ -373,7 +376,7 @@ def test_prefill(way, prefill, scales):
         else FlashInferPrefill(heads, BLOCK_SIZE, BF16, kv_dtype, 3, CUDA, 0 if way == "copy" else math.inf)
     )
     batch, cache = _prefill_batch(kernels, prefill, heads.num_kv_heads, heads.head_dim)
-    cache = cache.to(kv_dtype)
+    cache = LayerCache(*(side.to(kv_dtype) for side in cache))
     q = kernels.normal(sum(batch.prefill_query_lens), heads.num_heads, heads.head_dim)
     plans = [attention.plan(batch, entry) for entry in range(3)]  # as steps in flight: each stays what it was
     for plan in plans:
@@ -382,7 +385,7 @@ def test_prefill(way, prefill, scales):
         begin = 0
         for row, (count, length) in enumerate(prefill, 1):
             keys, values = (
-                side[batch.block_tables[row].long()].transpose(1, 2).flatten(0, 1)[:length]
+                side[batch.block_tables[0][row].long()].transpose(1, 2).flatten(0, 1)[:length]
                 for side in checks.as_read(cache, scales)
             )
             tokens = slice(begin, begin + count)
@@ -420,21 +423,22 @@ def test_attention_of_a_mixed_step(prefill, has_norm):
     norm = HeadNorm(kernels.normal(128), kernels.normal(128), 1e-6) if has_norm else None
     heads = Heads(*HEADS_8B, norm)
     batch, cache = _prefill_batch(kernels, prefill, heads.num_kv_heads, heads.head_dim)
-    num_tokens = len(batch.slot_mapping)
+    num_tokens = len(batch.slot_mappings[0])
     qkv = kernels.normal(num_tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim)
     positions = torch.randint(0, 4000, (num_tokens,), device=CUDA)
     frequencies = 1.0 / 1e6 ** (torch.arange(0, 128, 2, device=CUDA) / 128)
-    expected_cache = cache.clone()
-    q = reference.append_heads(qkv, heads, positions, frequencies, batch.slot_mapping, expected_cache)
-    k, v = (side.transpose(1, 2).flatten(0, 1)[batch.slot_mapping] for side in expected_cache)
-    expected = paged_attention(q, k, v, expected_cache.clone(), batch, heads).flatten(1)
+    expected_cache = checks.of_sides(torch.clone, cache)
+    q = reference.append_heads(qkv, heads, positions, frequencies, batch.slot_mappings[0], expected_cache)
+    k, v = (side.transpose(1, 2).flatten(0, 1)[batch.slot_mappings[0]] for side in expected_cache)
+    expected = paged_attention(q, k, v, checks.of_sides(torch.clone, expected_cache), batch, heads).flatten(1)
 
     chosen = choose_kernels(CUDA, BF16)
     assert isinstance(chosen, CudaKernels)
     attention = chosen.attention(heads)
     chosen.plan_attention(batch, 0)
     got = attention(qkv, chosen.rotation(positions, frequencies), cache, batch)
-    kernels.assert_close(cache, expected_cache, 4)
+    for side, expected_side in zip(cache, expected_cache, strict=True):
+        kernels.assert_close(side, expected_side, 4)
     kernels.assert_close(got, expected, 2)
 
 
@@ -466,7 +470,7 @@ def _decode_chain(kernels, num_layers, num_rows, hidden=1024, intermediate=3072,
             ]
         )
     _, cache, lens, tables = checks.decode_step(kernels, [100] * num_rows, 1, *heads, BLOCK_SIZE)
-    caches = [cache.clone() for _ in layers]
+    caches = [checks.of_sides(torch.clone, cache) for _ in layers]
     frequencies = 1.0 / 1e6 ** (torch.arange(0, head_dim, 2, device=CUDA) / head_dim)
 
     def forward(which, start, lens, caches):
@@ -476,8 +480,8 @@ def _decode_chain(kernels, num_layers, num_rows, hidden=1024, intermediate=3072,
             num_decode_rows=num_rows,
             decode_query_len=1,
             seq_lens=lens,
-            block_tables=tables,
-            slot_mapping=slots + positions % BLOCK_SIZE,
+            block_tables=[tables],
+            slot_mappings=[slots + positions % BLOCK_SIZE],
             prefill_query_lens=[],
             prefill_seq_lens=[],
         )
@@ -506,8 +510,8 @@ def test_layers_in_a_graph(num_rows):
     for seed in range(3):
         lens.copy_(torch.randint(1, 101, (num_rows,), generator=torch.Generator().manual_seed(seed)).int())
         start.copy_(kernels.normal(num_rows, 1024))
-        eager = forward(0, start, lens, [cache.clone() for cache in caches])
-        plain = forward(1, start, lens, [cache.clone() for cache in caches])
+        eager = forward(0, start, lens, [checks.of_sides(torch.clone, cache) for cache in caches])
+        plain = forward(1, start, lens, [checks.of_sides(torch.clone, cache) for cache in caches])
         for _ in range(2):
             graph.replay()
             assert torch.equal(captured, eager)

@@ -15,7 +15,7 @@ from raypp.models.config import load_model_config
 from raypp.models.registry import build_model
 from raypp.models.weights import CheckpointWeights, WeightSource
 from raypp.ops.attention import AttentionBatch
-from raypp.ops.kv_cache import allocate_kv_cache
+from raypp.ops.kv_cache import allocate_layer_cache
 
 CPU = torch.device("cpu")
 
@@ -59,11 +59,9 @@ class PagedRunner:
         blocks = list(range(1, 1 + len(rows) * blocks_per_row))
         random.Random(seed).shuffle(blocks)
         self._tables = torch.tensor(blocks, dtype=torch.int32).view(len(rows), blocks_per_row)
+        sizes = (config.num_kv_heads, config.head_dim, config.head_dim)
         self._caches = [
-            [
-                allocate_kv_cache(1 + len(blocks), block_size, config.num_kv_heads, config.head_dim, kv_dtype, CPU)
-                for _ in range(start, end)
-            ]
+            [allocate_layer_cache(1 + len(blocks), block_size, *sizes, kv_dtype, CPU) for _ in range(start, end)]
             for start, end in zip([0, *cuts], ends, strict=True)
         ]
 
@@ -94,8 +92,8 @@ class PagedRunner:
                 num_decode_rows=len(decode),
                 decode_query_len=query_len,
                 seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-                block_tables=tables,
-                slot_mapping=blocks.long() * self._block_size + position % self._block_size,
+                block_tables=[tables],
+                slot_mappings=[blocks.long() * self._block_size + position % self._block_size],
                 prefill_query_lens=[count for _, count in prefill],
                 prefill_seq_lens=seq_lens[len(decode) :],
             )

@@ -208,12 +208,13 @@ def test_a_late_mask_leaves_what_a_head_has_written(monkeypatch: pytest.MonkeyPa
         nonlocal num_repeated
         [row] = tokens.rows.tolist()
         num_repeated += newest[0] > int(tokens.lengths[0]) - 2
-        size, blocks = proposer._kv_cache.shape[3], proposer._block_tables[row]
+        size, blocks = proposer._cache.keys.shape[2], proposer._block_tables[0, row]
         slots = [(int(blocks[position // size]), position % size) for position in range(newest[0])]
-        before = [proposer._kv_cache[:, block, :, place].clone() for block, place in slots]
+        before = [[side[block, :, place].clone() for side in proposer._cache] for block, place in slots]
         drafts = propose(proposer, tokens, made, max_length)
         for (block, place), states in zip(slots, before, strict=True):
-            assert torch.equal(proposer._kv_cache[:, block, :, place], states), (newest, place)
+            for side, kept in zip(proposer._cache, states, strict=True):
+                assert torch.equal(side[block, :, place], kept), (newest, place)
         return drafts
 
     monkeypatch.setattr(EagleProposer, "follow", followed)

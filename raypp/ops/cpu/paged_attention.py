@@ -4,6 +4,8 @@
                   one gather per group, then batched products with a query head group per KV head
     prefill rows  one by one: their own tokens if that is all there is, else the row's gathered blocks and a mask
 
+With a window only blocks that some query of the row sees are gathered, and long chunks are attended to piece by piece.
+
 Why groups and why these calls: docs/design/0002-cpu-attention.md.
 """
 
@@ -16,10 +18,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads
-from raypp.ops.kv_cache import FP8, as_cached, cache_rows, gather_blocks, write_kv_cache
+from raypp.ops.kv_cache import FP8, LayerCache, as_cached, cache_rows, gather_blocks, write_kv_cache
 
 GROUP_BYTES = 2 << 20
 """Gathered KV of a group of decode rows. Larger than a core's cache, and attention waits for memory."""
+_SCORES_BYTES = 32 << 20
+"""Scores of a piece of a chunk, where torch's own attention cannot compute them."""
+_LEAST_PIECE = 128  # queries of a chunk that are attended to at once, with a window
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -35,167 +40,237 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class PrefillRow:
-    """One prefill row's tokens, [start, end), and what they attend to."""
+class PrefillPiece:
+    """Tokens of one prefill row, [start, end) of the step, and what they attend to: all of the row, if one can."""
 
     start: int
     end: int
-    seq_len: int
+    first_key: int  # of the step's tokens, where the row has no tokens but these
+    num_keys: int
     head_blocks: torch.Tensor | None  # [2 * Hk * blocks]; None: the row has no tokens but these
-    mask: torch.Tensor | None  # [query_len, seq_len], 0 or -inf
+    mask: torch.Tensor | None  # [end - start, num_keys], 0 or -inf; None: causal
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AttentionPlan:
-    """A step's attention, prepared for all layers."""
+    """A step's attention, prepared for all layers of a kind."""
 
-    key_rows: torch.Tensor  # [T * Hk] int64, see `raypp.ops.kv_cache.cache_rows`
-    value_rows: torch.Tensor  # [T * Hk] int64
+    rows: torch.Tensor  # [T * Hk] int64, see `raypp.ops.kv_cache.cache_rows`
     num_decode_tokens: int
     decode_query_len: int
     decode_groups: list[DecodeGroup]
-    prefill_rows: list[PrefillRow]
+    prefill_pieces: list[PrefillPiece]
 
 
 def paged_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, batch: AttentionBatch, heads: Heads
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: AttentionBatch, heads: Heads
 ) -> torch.Tensor:
-    """Write the step's keys and values into the cache and return the attention's output, [T, Hq, D].
+    """Write the step's keys and values into the cache and return the attention's output, [T, Hq, Dv].
 
-    Shapes: q [T, Hq, D]; k, v [T, Hk, D], Hq a multiple of Hk, with padding behind if the batch's slot mapping has any;
-    kv_cache [2, num_blocks, Hk, block_size, D], written in place. What a row computes past the end of its block table
-    is finite, meaningless and never read.
+    Shapes: q [T, Hq, Dk]; k [T, Hk, Dk] and v [T, Hk, Dv], Hq a multiple of Hk, with padding behind if the batch's slot
+    mappings have any; the cache is written in place. What a row computes past the end of its block table is finite,
+    meaningless and never read.
 
     Args:
         q: Queries.
         k: Keys of the step's tokens.
         v: Values of the step's tokens.
-        kv_cache: The layer's cache, see `raypp.ops.kv_cache`.
+        cache: The layer's.
         batch: The step.
         heads: The layer's.
     """
-    if batch.plan is None:  # the first layer prepares for all: they differ in nothing that the plan depends on
-        batch.plan = _plan(kv_cache, q, batch)
-    plan = batch.plan
+    plan = batch.plans.get(heads.kind)
+    if plan is None:  # the first layer of a kind prepares for all: they differ in nothing that the plan depends on
+        plan = batch.plans[heads.kind] = _plan(cache, q.dtype, batch, heads)
     assert isinstance(plan, AttentionPlan)
-    k_scale, v_scale = (heads.k_scale, heads.v_scale) if kv_cache.dtype == FP8 else (1.0, 1.0)
-    k, v = as_cached(k, kv_cache, k_scale), as_cached(v, kv_cache, v_scale)
-    write_kv_cache(kv_cache, k, v, plan.key_rows, plan.value_rows)
+    k_scale, v_scale = (heads.k_scale, heads.v_scale) if cache.keys.dtype == FP8 else (1.0, 1.0)
+    k, v = as_cached(k, cache.keys, k_scale), as_cached(v, cache.values, v_scale)
+    write_kv_cache(cache, k, v, plan.rows)
     # A product with the scales is one with the scores, and one with the output.
-    out = _attend(q, k, v, kv_cache, plan, heads.scale * k_scale)
+    out = _attend(q, k, v, cache, plan, heads, heads.scale * k_scale)
     return out if v_scale == 1.0 else out.mul_(v_scale)
 
 
-def _plan(kv_cache: torch.Tensor, q: torch.Tensor, batch: AttentionBatch) -> AttentionPlan:
+def _plan(cache: LayerCache, dtype: torch.dtype, batch: AttentionBatch, heads: Heads) -> AttentionPlan:
     """Prepare a step. Reads lengths from the device, which is the host."""
-    num_rows, query_len, dtype = batch.num_decode_rows, batch.decode_query_len, q.dtype
-    lens = batch.seq_lens[:num_rows].tolist() if num_rows else []
-    key_rows, value_rows = cache_rows(kv_cache, batch.slot_mapping)
     return AttentionPlan(
-        key_rows=key_rows,
-        value_rows=value_rows,
-        num_decode_tokens=num_rows * query_len,
-        decode_query_len=query_len,
-        decode_groups=_decode_groups(kv_cache, dtype, q.shape[1], query_len, lens, batch.seq_lens, batch.block_tables),
-        prefill_rows=_prefill_rows(kv_cache, dtype, batch) if batch.prefill_query_lens else [],
+        rows=cache_rows(cache, batch.slot_mappings[heads.group]),
+        num_decode_tokens=batch.num_decode_rows * batch.decode_query_len,
+        decode_query_len=batch.decode_query_len,
+        decode_groups=_decode_groups(cache, dtype, batch, heads) if batch.num_decode_rows else [],
+        prefill_pieces=_prefill_pieces(cache, dtype, batch, heads) if batch.prefill_query_lens else [],
     )
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, plan: AttentionPlan, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: LayerCache,
+    plan: AttentionPlan,
+    heads: Heads,
+    scale: float,
 ) -> torch.Tensor:
-    """Return the weighted sum of what the cache holds, [T, Hq, D]; k and v are as it holds them."""
-    if len(plan.decode_groups) == 1 and not plan.prefill_rows:
-        return _attend_decode(q, kv_cache, plan.decode_query_len, plan.decode_groups[0], scale)
-    out = torch.empty_like(q)
+    """Return the weighted sum of what the cache holds, [T, Hq, Dv]; k and v are as it holds them."""
+    query_len = plan.decode_query_len
+    if len(plan.decode_groups) == 1 and not plan.prefill_pieces:
+        return _attend_decode(q, cache, query_len, plan.decode_groups[0], heads, scale)
+    out = q.new_empty(len(q), heads.num_heads, heads.value_dim)
     decode_q, decode_out = q[: plan.num_decode_tokens], out[: plan.num_decode_tokens]
     for group in plan.decode_groups:
         if group.tokens is None:
-            decode_out.copy_(_attend_decode(decode_q, kv_cache, plan.decode_query_len, group, scale))
+            decode_out.copy_(_attend_decode(decode_q, cache, query_len, group, heads, scale))
         else:
             group_q = decode_q.index_select(0, group.tokens)
-            group_out = _attend_decode(group_q, kv_cache, plan.decode_query_len, group, scale)
+            group_out = _attend_decode(group_q, cache, query_len, group, heads, scale)
             decode_out.index_copy_(0, group.tokens, group_out)
-    for row in plan.prefill_rows:
-        tokens = slice(row.start, row.end)
-        out[tokens] = _attend_prefill(q[tokens], k[tokens], v[tokens], kv_cache, row, scale)
+    for piece in plan.prefill_pieces:
+        if piece.head_blocks is None:
+            tokens = slice(piece.first_key, piece.first_key + piece.num_keys)
+            keys, values = k[tokens].transpose(0, 1), v[tokens].transpose(0, 1)
+        else:
+            keys, values = _gather(cache, piece.head_blocks, heads.num_kv_heads, None, None)
+            keys, values = keys[:, : piece.num_keys], values[:, : piece.num_keys]
+        attend = _attend_prefill if heads.soft_cap is None and heads.sinks is None else _attend_prefill_by_parts
+        out[piece.start : piece.end] = attend(q[piece.start : piece.end], keys, values, piece.mask, heads, scale)
     return out
 
 
-def _attend_decode(
-    q: torch.Tensor, kv_cache: torch.Tensor, query_len: int, group: DecodeGroup, scale: float
+def _gather(
+    cache: LayerCache, head_blocks: torch.Tensor, num_rows: int, behind: torch.Tensor | None, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of rows, one of each KV head, [num_rows, L, D], those at places `behind` as zeros.
+
+    Other rows may have left infinity or NaN there, and a weight of 0 times that is NaN.
+    """
+    both = cache.both
+    if both is not None:  # one call instead of two
+        return _gather_side(both, head_blocks, 2 * num_rows, behind, dtype).chunk(2)
+    if behind is not None:
+        behind = behind[: len(behind) // 2]
+    head_blocks = head_blocks[: len(head_blocks) // 2]
+    keys, values = (_gather_side(side, head_blocks, num_rows, behind, dtype) for side in cache)
+    return keys, values
+
+
+def _gather_side(
+    side: torch.Tensor, head_blocks: torch.Tensor, num_rows: int, behind: torch.Tensor | None, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """Return the output of a group's rows. Shapes: q [R * Q, Hq, D], returned alike."""
-    num_kv_heads, _, head_dim = kv_cache.shape[2:]
-    num_rows, length = group.num_rows, group.length
-    gathered = gather_blocks(kv_cache, group.head_blocks)
-    if gathered.dtype != group.mask.dtype:
-        gathered = gathered.to(group.mask.dtype)
-    # Other rows may have left infinity or NaN there, and a weight of 0 times that is NaN.
-    gathered.view(-1, head_dim).index_fill_(0, group.behind, 0)
-    keys, values = gathered.view(2, num_rows * num_kv_heads, length, head_dim).unbind(0)
+    head_dim = side.shape[-1]
+    gathered = gather_blocks(side, head_blocks)
+    if dtype is not None and gathered.dtype != dtype:
+        gathered = gathered.to(dtype)
+    if behind is not None:
+        gathered.view(-1, head_dim).index_fill_(0, behind, 0)
+    return gathered.view(num_rows, -1, head_dim)
+
+
+def _attend_decode(
+    q: torch.Tensor, cache: LayerCache, query_len: int, group: DecodeGroup, heads: Heads, scale: float
+) -> torch.Tensor:
+    """Return the output of a group's rows, [R * Q, Hq, Dv]. Shapes: q [R * Q, Hq, Dk]."""
+    num_rows, num_kv_heads, mask = group.num_rows, heads.num_kv_heads, group.mask
+    keys, values = _gather(cache, group.head_blocks, num_rows * num_kv_heads, group.behind, mask.dtype)
     # The heads that share a KV head become query rows of one product: nothing is repeated. Views only when Q is 1.
-    heads = q.view(num_rows, query_len, num_kv_heads, -1, head_dim).transpose(1, 2)
-    queries = heads.reshape(num_rows * num_kv_heads, -1, head_dim).to(group.mask.dtype)
-    weights = torch.baddbmm(group.mask, queries, keys.transpose(1, 2), alpha=scale).softmax(-1)
-    out = torch.bmm(weights, values).view(num_rows, num_kv_heads, query_len, -1, head_dim)
-    return out.transpose(1, 2).reshape(q.shape).to(q.dtype)
+    by_kv_head = q.view(num_rows, query_len, num_kv_heads, -1, heads.head_dim).transpose(1, 2)
+    queries = by_kv_head.reshape(num_rows * num_kv_heads, -1, heads.head_dim).to(mask.dtype)
+    if heads.soft_cap is None:
+        scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale)
+    else:
+        scores = _capped(torch.bmm(queries, keys.transpose(1, 2)), heads.soft_cap, scale).add_(mask)
+    if heads.sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sinks = heads.sinks.view(num_kv_heads, 1, -1).expand(num_rows, -1, query_len, -1)
+        weights = _softmax_with_sinks(scores, sinks.reshape(num_rows * num_kv_heads, -1))
+    out = torch.bmm(weights, values).view(num_rows, num_kv_heads, query_len, -1, heads.value_dim)
+    return out.transpose(1, 2).reshape(len(q), heads.num_heads, heads.value_dim).to(q.dtype)
 
 
 def _attend_prefill(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, row: PrefillRow, scale: float
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    heads: Heads,
+    scale: float,
 ) -> torch.Tensor:
-    """Return the output of one row. Shapes: q [query_len, Hq, D], returned alike; k, v [query_len, Hk, D]."""
-    if row.head_blocks is None:
-        keys, values = k.transpose(0, 1), v.transpose(0, 1)
-    else:
-        num_kv_heads, _, head_dim = kv_cache.shape[2:]
-        gathered = gather_blocks(kv_cache, row.head_blocks)
-        keys, values = gathered.view(2, num_kv_heads, -1, head_dim)[:, :, : row.seq_len].unbind(0)
+    """Return the output of tokens of one row, [Q, Hq, Dv].
+
+    Shapes: q [Q, Hq, Dk]; keys [Hk, L, Dk]; values [Hk, L, Dv]; mask [Q, L].
+    """
     return (
         F.scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
             keys.to(q.dtype).unsqueeze(0),
             values.to(q.dtype).unsqueeze(0),
-            attn_mask=row.mask,
-            is_causal=row.mask is None,
+            attn_mask=None if mask is None else mask.to(q.dtype),
+            is_causal=mask is None,
             scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            enable_gqa=heads.num_heads != heads.num_kv_heads,
         )
         .squeeze(0)
         .transpose(0, 1)
     )
 
 
-def _decode_groups(
-    kv_cache: torch.Tensor,
-    dtype: torch.dtype,
-    num_heads: int,
-    query_len: int,
-    lens: list[int],
-    seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-) -> list[DecodeGroup]:
-    """Cut the decode rows, of `lens`, into groups of similar length whose padded KV is at most GROUP_BYTES."""
-    if not lens:
-        return []
-    bytes_per_token = 2 * kv_cache.shape[2] * kv_cache.shape[4] * 4
+def _attend_prefill_by_parts(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    heads: Heads,
+    scale: float,
+) -> torch.Tensor:
+    """Do what `_attend_prefill` does, with a soft cap or sinks, which torch's own attention has not."""
+    assert mask is not None
+    num_queries, num_kv_heads, dtype = len(q), heads.num_kv_heads, mask.dtype
+    queries = q.view(num_queries, num_kv_heads, -1, heads.head_dim).permute(1, 2, 0, 3).to(dtype)
+    queries = queries.reshape(num_kv_heads, -1, heads.head_dim)
+    scores = torch.bmm(queries, keys.to(dtype).transpose(1, 2))
+    scores = scores.mul_(scale) if heads.soft_cap is None else _capped(scores, heads.soft_cap, scale)
+    scores.view(num_kv_heads, -1, num_queries, scores.shape[-1]).add_(mask)
+    if heads.sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        weights = _softmax_with_sinks(scores, heads.sinks.repeat_interleave(num_queries).view(num_kv_heads, -1))
+    out = torch.bmm(weights, values.to(dtype)).view(num_kv_heads, -1, num_queries, heads.value_dim)
+    return out.permute(2, 0, 1, 3).reshape(num_queries, heads.num_heads, heads.value_dim).to(q.dtype)
+
+
+def _capped(products: torch.Tensor, soft_cap: float, scale: float) -> torch.Tensor:
+    return products.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+
+
+def _softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return the weights of scores [n, m, L] in a softmax that also has sinks [n, m]; these have no values."""
+    with_sinks = torch.cat((scores, sinks.to(scores.dtype).unsqueeze(2)), 2)
+    return with_sinks.softmax(-1)[:, :, :-1]
+
+
+def _decode_groups(cache: LayerCache, dtype: torch.dtype, batch: AttentionBatch, heads: Heads) -> list[DecodeGroup]:
+    """Cut the decode rows into groups of similar length whose padded KV is at most GROUP_BYTES."""
+    num_rows, query_len, window = batch.num_decode_rows, batch.decode_query_len, heads.window
+    seq_lens, tables = batch.seq_lens[:num_rows], batch.block_tables[heads.group]
+    if window is not None:
+        seq_lens, tables = _from_window(seq_lens, tables, query_len, window, cache.keys.shape[2])
+    lens = seq_lens.tolist()
+    bytes_per_token = heads.num_kv_heads * (heads.head_dim + heads.value_dim) * 4
     if max(lens) * len(lens) * bytes_per_token <= GROUP_BYTES or len(lens) == 1:
-        rows_lens = seq_lens[: len(lens)]
-        return [_decode_group(kv_cache, dtype, num_heads, query_len, max(lens), rows_lens, block_tables, None)]
+        return [_decode_group(cache, dtype, heads, query_len, max(lens), seq_lens, tables, None)]
     groups, members = [], list[int]()
     for row in [*sorted(range(len(lens)), key=lens.__getitem__), None]:
         if members and (row is None or (len(members) + 1) * lens[row] * bytes_per_token > GROUP_BYTES):
-            rows = torch.tensor(members, device=kv_cache.device)
+            rows = torch.tensor(members, device=seq_lens.device)
             groups.append(
                 _decode_group(
-                    kv_cache,
+                    cache,
                     dtype,
-                    num_heads,
+                    heads,
                     query_len,
                     lens[members[-1]],
                     seq_lens.index_select(0, rows),
-                    block_tables.index_select(0, rows),
+                    tables.index_select(0, rows),
                     (rows.unsqueeze(1) * query_len + torch.arange(query_len, device=rows.device)).view(-1),
                 )
             )
@@ -205,29 +280,48 @@ def _decode_groups(
     return groups
 
 
+def _from_window(
+    seq_lens: torch.Tensor, tables: torch.Tensor, query_len: int, window: int, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return lengths and tables as if each row began with the first block that its first query sees.
+
+    Shapes: seq_lens [R], tables [R or more, W]. Lengths past a table's end are cut there.
+    """
+    width = tables.shape[1]
+    seq_lens = seq_lens.clamp(max=width * block_size)
+    first_blocks = (seq_lens - (query_len + window - 1)).clamp_(min=0) // block_size
+    seq_lens = seq_lens - first_blocks * block_size
+    num_blocks = -(-int(seq_lens.max()) // block_size)
+    entries = first_blocks.unsqueeze(1) + torch.arange(num_blocks, device=tables.device)
+    return seq_lens, tables[: len(seq_lens)].gather(1, entries.clamp_(max=width - 1))
+
+
 def _decode_group(
-    kv_cache: torch.Tensor,
+    cache: LayerCache,
     dtype: torch.dtype,
-    num_heads: int,
+    heads: Heads,
     query_len: int,
     max_len: int,
     seq_lens: torch.Tensor,
     block_tables: torch.Tensor,
     tokens: torch.Tensor | None,
 ) -> DecodeGroup:
-    num_rows = seq_lens.shape[0]
-    num_kv_heads, block_size = kv_cache.shape[2:4]
+    num_rows, num_kv_heads = len(seq_lens), heads.num_kv_heads
+    block_size = cache.keys.shape[2]
     num_blocks = min(-(-max_len // block_size), block_tables.shape[1])  # a row may run past its table
     length = num_blocks * block_size
-    positions = torch.arange(length, dtype=torch.int32, device=kv_cache.device)
+    positions = torch.arange(length, dtype=torch.int32, device=seq_lens.device)
     # Query token j of Q sits at position seq_len - Q + j and attends to that position and all before.
     if query_len == 1:
         bounds = seq_lens.view(num_rows, 1, 1)
     else:
-        offsets = torch.arange(1 - query_len, 1, dtype=torch.int32, device=kv_cache.device)
+        offsets = torch.arange(1 - query_len, 1, dtype=torch.int32, device=seq_lens.device)
         bounds = (seq_lens.view(num_rows, 1) + offsets).unsqueeze(2)
-    mask = _additive_mask(positions < bounds, torch.promote_types(dtype, torch.float32))  # [R, Q, L]
-    group_heads = 1 if query_len == 1 else num_heads // num_kv_heads
+    allowed = positions < bounds
+    if heads.window is not None:
+        allowed &= positions >= bounds - heads.window
+    mask = _additive_mask(allowed, torch.promote_types(dtype, torch.float32))  # [R, Q, L]
+    group_heads = 1 if query_len == 1 else heads.num_heads // num_kv_heads
     mask = mask.view(num_rows, 1, query_len, 1, length).expand(-1, num_kv_heads, -1, group_heads, -1)
     # By numpy: how many places there are depends on the lengths, which no operation of a recording may.
     is_behind = np.arange(length) >= seq_lens.cpu().numpy()[:, None, None]
@@ -235,37 +329,56 @@ def _decode_group(
     return DecodeGroup(
         num_rows=num_rows,
         length=length,
-        head_blocks=_head_blocks(kv_cache, block_tables[:num_rows, :num_blocks]),
+        head_blocks=_head_blocks(cache, block_tables[:num_rows, :num_blocks]),
         mask=mask.reshape(num_rows * num_kv_heads, -1, length),
         behind=torch.from_numpy(behind).to(seq_lens.device),
         tokens=tokens,
     )
 
 
-def _head_blocks(kv_cache: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
-    """Return where rows' blocks lie when a cache is seen as [-1, block_size * D]: keys, then values, by row and head.
+def _head_blocks(cache: LayerCache, block_tables: torch.Tensor) -> torch.Tensor:
+    """Return where rows' blocks lie when `LayerCache.both` is seen as [-1, block_size * D]: keys, then values.
 
-    Shapes: block_tables [R, blocks] int32; returns [2 * R * Hk * blocks] int64.
+    By row and head. The first half is where they lie in keys, and in values, alone. Shapes: block_tables [R, blocks]
+    int32; returns [2 * R * Hk * blocks] int64.
     """
-    num_blocks, num_kv_heads = kv_cache.shape[1:3]
-    heads = torch.arange(2 * num_kv_heads, device=kv_cache.device).view(2, 1, num_kv_heads, 1)
+    num_blocks, num_kv_heads = cache.keys.shape[:2]
+    heads = torch.arange(2 * num_kv_heads, device=block_tables.device).view(2, 1, num_kv_heads, 1)
     heads[1] += (num_blocks - 1) * num_kv_heads  # values lie behind all keys
     return torch.add(heads, block_tables.unsqueeze(1), alpha=num_kv_heads).view(-1)
 
 
-def _prefill_rows(kv_cache: torch.Tensor, dtype: torch.dtype, batch: AttentionBatch) -> list[PrefillRow]:
-    block_size, rows, start = kv_cache.shape[3], [], batch.num_decode_rows * batch.decode_query_len
-    block_tables = batch.block_tables[batch.num_decode_rows :]
-    query_lens, seq_lens = batch.prefill_query_lens, batch.prefill_seq_lens
-    for index, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        head_blocks = mask = None
-        if query_len < seq_len:
-            head_blocks = _head_blocks(kv_cache, block_tables[index : index + 1, : -(-seq_len // block_size)])
-            positions = torch.arange(seq_len, device=kv_cache.device)
-            mask = _additive_mask(positions <= positions[seq_len - query_len :].unsqueeze(1), dtype)
-        rows.append(PrefillRow(start, start + query_len, seq_len, head_blocks, mask))
+def _prefill_pieces(cache: LayerCache, dtype: torch.dtype, batch: AttentionBatch, heads: Heads) -> list[PrefillPiece]:
+    block_size, window, pieces = cache.keys.shape[2], heads.window, list[PrefillPiece]()
+    is_plain = heads.soft_cap is None and heads.sinks is None
+    mask_dtype = dtype if is_plain else torch.promote_types(dtype, torch.float32)
+    tables, start = batch.block_tables[heads.group], batch.num_decode_rows * batch.decode_query_len
+    lens = zip(batch.prefill_query_lens, batch.prefill_seq_lens, strict=True)
+    for row, (query_len, seq_len) in enumerate(lens, batch.num_decode_rows):
+        num_before, size = seq_len - query_len, query_len
+        if window is not None:
+            size = max(window, _LEAST_PIECE)
+        if not is_plain:
+            size = min(size, max(1, _SCORES_BYTES // (heads.num_heads * seq_len * 4)))
+        for begin in range(0, query_len, size):
+            first_query, end = num_before + begin, num_before + min(query_len, begin + size)
+            first = 0 if window is None else max(0, first_query + 1 - window)
+            head_blocks = mask = None
+            if num_before:
+                first_block = first // block_size
+                first = first_block * block_size
+                head_blocks = _head_blocks(cache, tables[row : row + 1, first_block : -(-end // block_size)])
+            if num_before or first_query or not is_plain or (window is not None and window < end):
+                positions = torch.arange(first, end, device=tables.device)
+                queries = positions[first_query - first :].unsqueeze(1)
+                allowed = positions <= queries
+                if window is not None:
+                    allowed &= positions > queries - window
+                mask = _additive_mask(allowed, mask_dtype)
+            tokens = (start + begin, start + end - num_before)
+            pieces.append(PrefillPiece(*tokens, start + first, end - first, head_blocks, mask))
         start += query_len
-    return rows
+    return pieces
 
 
 def _additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

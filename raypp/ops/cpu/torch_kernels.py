@@ -14,7 +14,7 @@ from raypp.ops.attention import AttentionBatch, Heads, Rotation, apply_rotary, r
 from raypp.ops.backend import AddedProjection, JoinedProjection, LMHead, Projection, Routing, choose_experts
 from raypp.ops.break_point import break_point
 from raypp.ops.cpu.paged_attention import paged_attention
-from raypp.ops.kv_cache import as_cached, cache_rows, write_kv_cache
+from raypp.ops.kv_cache import LayerCache, as_cached, cache_rows, write_kv_cache
 from raypp.ops.weight import Weight, linear_in_float32
 
 
@@ -118,8 +118,8 @@ class TorchKernels:
 
     @break_point
     def plan_attention(self, batch: AttentionBatch, ring_entry: int) -> None:
-        """Leave it to the first layer, which sees the cache."""
-        batch.plan = None
+        """Leave it to the first layer of each kind, which sees the cache."""
+        batch.plans = {}
 
 
 class TorchAttention:
@@ -129,6 +129,7 @@ class TorchAttention:
         num_heads, num_kv_heads, norm = heads.num_heads, heads.num_kv_heads, heads.norm
         self._qkv_shape = (-1, num_heads + 2 * num_kv_heads, heads.head_dim)
         self._qk_v_split = (num_heads + num_kv_heads, num_kv_heads)
+        self._qk_v_widths = ((num_heads + num_kv_heads) * heads.head_dim, num_kv_heads * heads.value_dim)
         self._head_split = (num_heads, num_kv_heads)
         self._heads = heads
         self._norm: RMSNorm | None = None
@@ -141,21 +142,26 @@ class TorchAttention:
         self,
         qkv: torch.Tensor,
         rope: Rotation,
-        kv_cache: torch.Tensor,
+        cache: LayerCache,
         batch: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         q, k, v = self._make_heads(qkv, rope)
-        return _attend(q, k, v, kv_cache, batch, self._heads, out)
+        return _attend(q, k, v, cache, batch, self._heads, out)
 
-    def append(self, qkv: torch.Tensor, rope: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def append(self, qkv: torch.Tensor, rope: Rotation, cache: LayerCache, slot_mapping: torch.Tensor) -> None:
         _, k, v = self._make_heads(qkv, rope)
-        k, v = as_cached(k, kv_cache, self._heads.k_scale), as_cached(v, kv_cache, self._heads.v_scale)
-        write_kv_cache(kv_cache, k, v, *cache_rows(kv_cache, slot_mapping))
+        k, v = as_cached(k, cache.keys, self._heads.k_scale), as_cached(v, cache.values, self._heads.v_scale)
+        write_kv_cache(cache, k, v, cache_rows(cache, slot_mapping))
 
     def _make_heads(self, qkv: torch.Tensor, rope: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries and keys, normalized and rotated, and values, each [T, heads, D]."""
-        qk, v = qkv.view(self._qkv_shape).split_with_sizes(self._qk_v_split, 1)
+        if self._heads.value_dim == self._heads.head_dim:
+            qk, v = qkv.view(self._qkv_shape).split_with_sizes(self._qk_v_split, 1)
+        else:
+            qk, v = qkv.split_with_sizes(self._qk_v_widths, 1)
+            qk = qk.unflatten(1, (-1, self._heads.head_dim))
+            v = v.unflatten(1, (-1, self._heads.value_dim))
         if self._norm is not None:
             qk = self._norm(qk)
         q, k = apply_rotary(qk, rope).split_with_sizes(self._head_split, 1)
@@ -167,16 +173,16 @@ def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    kv_cache: torch.Tensor,
+    cache: LayerCache,
     batch: AttentionBatch,
     heads: Heads,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the output, [T, Hq * D]; in the first rows of `out` if that is given. Its groups depend on lengths."""
+    """Return the output, [T, Hq * Dv]; in the first rows of `out` if that is given. Its groups depend on lengths."""
     if out is None:
-        return paged_attention(q, k, v, kv_cache, batch, heads).flatten(1)
+        return paged_attention(q, k, v, cache, batch, heads).flatten(1)
     num_tokens = batch.num_tokens
-    out[:num_tokens] = paged_attention(q[:num_tokens], k, v, kv_cache, batch, heads).flatten(1)
+    out[:num_tokens] = paged_attention(q[:num_tokens], k, v, cache, batch, heads).flatten(1)
     return out
 
 

@@ -25,6 +25,7 @@ from raypp.ops.cuda.quantized_projection import (
 )
 from raypp.ops.cuda.step_attention import CudaAttention
 from raypp.ops.cuda.token_quantization import TokenNorm
+from raypp.ops.kv_cache import LayerCache
 from raypp.ops.weight import Weight, linear_in_float32
 
 ALL_ROWS = 1 << 30
@@ -227,15 +228,15 @@ class LayerAttention:
         self,
         qkv: torch.Tensor,
         rope: Rotation,
-        kv_cache: torch.Tensor,
+        cache: LayerCache,
         batch: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         dtype = input_type_in_8_bits(len(qkv)) if self._is_before_8_bits else None
-        return self._attention.run(qkv, self._heads, rope, kv_cache, batch, out, dtype)
+        return self._attention.run(qkv, self._heads, rope, cache, batch, out, dtype)
 
-    def append(self, qkv: torch.Tensor, rope: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        self._attention.append(qkv, self._heads, rope, kv_cache, slot_mapping)
+    def append(self, qkv: torch.Tensor, rope: Rotation, cache: LayerCache, slot_mapping: torch.Tensor) -> None:
+        self._attention.append(qkv, self._heads, rope, cache, slot_mapping)
 
 
 class CudaProjection:

@@ -28,7 +28,7 @@ import triton.language as tl
 from raypp.ops.attention import Heads, Rotation
 from raypp.ops.cuda.between_products import as_stored, narrowed
 from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
-from raypp.ops.kv_cache import FP8
+from raypp.ops.kv_cache import FP8, LayerCache
 
 _MAX_SPLITS = 16
 _PROGRAMS_AT_ONCE = 6  # of a processor, with one query token per row
@@ -140,7 +140,7 @@ class TritonDecode:
     def __call__(
         self,
         q: torch.Tensor,
-        kv_cache: torch.Tensor,
+        cache: LayerCache,
         seq_lens: torch.Tensor,
         block_tables: torch.Tensor,
         query_len: int,
@@ -150,11 +150,11 @@ class TritonDecode:
     ) -> None:
         """Write the attention's output to `out`.
 
-        Shapes: q, out [R * query_len, Hq, D] contiguous; kv_cache [2, num_blocks, Hk, block_size, D], of q's type or
-        FP8, this step's tokens included; seq_lens [R] int32, this step's tokens included; block_tables [R, W] int32
-        contiguous. Lengths past the table's end are cut there. `out` may be of fewer bits.
+        Shapes: q, out [R * query_len, Hq, D] contiguous; the cache of q's type or FP8, this step's tokens included;
+        seq_lens [R] int32, this step's tokens included; block_tables [R, W] int32 contiguous. Lengths past the table's
+        end are cut there. `out` may be of fewer bits.
         """
-        self._launch(q, heads, None, kv_cache, seq_lens, block_tables, query_len, out, tuning)
+        self._launch(q, heads, None, cache, seq_lens, block_tables, query_len, out, tuning)
 
     def from_projection(
         self,
@@ -162,7 +162,7 @@ class TritonDecode:
         heads: Heads,
         rope: Rotation,
         slot_mapping: torch.Tensor,
-        kv_cache: torch.Tensor,
+        cache: LayerCache,
         seq_lens: torch.Tensor,
         block_tables: torch.Tensor,
         query_len: int,
@@ -176,14 +176,14 @@ class TritonDecode:
         Shapes: qkv [R * query_len, (Hq + 2 Hk) * D]; rope: of `rotation_table`; slot_mapping [R * query_len] int64; the
         others as above.
         """
-        self._launch(qkv, heads, (rope, slot_mapping), kv_cache, seq_lens, block_tables, query_len, out, tuning)
+        self._launch(qkv, heads, (rope, slot_mapping), cache, seq_lens, block_tables, query_len, out, tuning)
 
     def _launch(
         self,
         source: torch.Tensor,
         heads: Heads,
         fresh: tuple[Rotation, torch.Tensor] | None,
-        kv_cache: torch.Tensor,
+        cache: LayerCache,
         seq_lens: torch.Tensor,
         block_tables: torch.Tensor,
         query_len: int,
@@ -195,17 +195,17 @@ class TritonDecode:
             return
         block_d, filled = self._block_d, self._filled(query_len)
         num_pairs = num_rows * self._num_kv_heads
-        tuning = tuning or self.cut(num_rows, query_len, kv_cache.element_size())
+        tuning = tuning or self.cut(num_rows, query_len, cache.keys.element_size())
         counters, num_floats = self._workspace.counters, num_pairs * tuning.num_splits * filled * (block_d + 2)
         assert num_pairs <= counters.numel()
         assert tuning.num_splits == 1 or num_floats <= self._workspace.floats.numel(), "more splits than reserved"
         norm, cos, sin, slot_mapping = None, source, source, source
         if fresh is not None:
             norm, (cos, sin), slot_mapping = heads.norm, fresh[0], fresh[1]
-        k_scale, v_scale, is_fp8 = 1.0, 1.0, kv_cache.dtype == FP8
+        k_scale, v_scale, is_fp8 = 1.0, 1.0, cache.keys.dtype == FP8
         if is_fp8:
             k_scale, v_scale = heads.k_scale, heads.v_scale
-        block_size, kv_cache = kv_cache.shape[3], kv_cache.view(torch.int16) if is_fp8 else kv_cache
+        keys, values = (side.view(torch.int16) if is_fp8 else side for side in cache)
         _decode_attention[(tuning.num_splits, self._num_kv_heads, num_rows)](
             source,
             source if norm is None else norm.q_weight,
@@ -214,8 +214,8 @@ class TritonDecode:
             cos,
             sin,
             slot_mapping,
-            kv_cache,
-            kv_cache.stride(0),
+            keys,
+            values,
             seq_lens,
             block_tables,
             block_tables.shape[1],
@@ -231,7 +231,7 @@ class TritonDecode:
             NUM_KV_HEADS=self._num_kv_heads,
             D=self._head_dim,
             BLOCK_D=block_d,
-            BLOCK_SIZE=block_size,
+            BLOCK_SIZE=keys.shape[2],
             QUERIES=max(_MIN_QUERIES, filled),
             FILLED=filled,
             PARTS_AT_ONCE=_parts_at_once(tuning.num_splits, filled * block_d),
@@ -355,8 +355,8 @@ def _decode_attention(
     cos,
     sin,
     slot_mapping,
-    kv_cache,
-    side_stride,
+    key_cache,
+    value_cache,
     seq_lens,
     block_tables,
     table_width,
@@ -442,14 +442,14 @@ def _decode_attention(
             in_context = (token < context)[:, None]
             block = tl.load(table + tl.minimum(token // BLOCK_SIZE, table_width - 1)).to(tl.int64)
             offset = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * ROW
-            address = kv_cache + offset[:, None] + row_cell[None, :]
+            place = offset[:, None] + row_cell[None, :]
             is_visible = token[None, :] < tl.minimum(visible, context)[:, None]
             if BLOCK_D == D:
-                keys = tl.load(address)
-                values = tl.load(address + side_stride, mask=in_context, other=0)
+                keys = tl.load(key_cache + place)
+                values = tl.load(value_cache + place, mask=in_context, other=0)
             else:
-                keys = tl.load(address, mask=in_row[None, :], other=0)
-                values = tl.load(address + side_stride, mask=in_context & in_row[None, :], other=0)
+                keys = tl.load(key_cache + place, mask=in_row[None, :], other=0)
+                values = tl.load(value_cache + place, mask=in_context & in_row[None, :], other=0)
             if IS_FP8:
                 highest, total, even, odd = _attend_words(
                     even_queries,
@@ -488,10 +488,10 @@ def _decode_attention(
                     new_keys = new_keys.to(dtype)
                 slot = tl.load(slot_mapping + first_token + fresh, mask=is_fresh, other=0)
                 slot_row = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
-                slot_cell = kv_cache + slot_row[:, None] * ROW + row_cell[None, :]
+                slot_cell = slot_row[:, None] * ROW + row_cell[None, :]
                 slot_mask = is_fresh[:, None] & in_row[None, :]
-                tl.store(slot_cell, new_keys, mask=slot_mask)
-                tl.store(slot_cell + side_stride, new_values, mask=slot_mask)
+                tl.store(key_cache + slot_cell, new_keys, mask=slot_mask)
+                tl.store(value_cache + slot_cell, new_values, mask=slot_mask)
                 sees = (fresh[None, :] <= query_token[:, None]) & is_fresh[None, :]
                 if IS_FP8:
                     highest, total, even, odd = _attend_words(

@@ -14,7 +14,7 @@ import triton.language as tl
 from raypp.ops.attention import Heads, Rotation, rotary_angles
 from raypp.ops.cuda.between_products import narrowed
 from raypp.ops.cuda.kernel_launch import Device, start
-from raypp.ops.kv_cache import FP8
+from raypp.ops.kv_cache import FP8, LayerCache
 
 _HEADS_PER_PROGRAM = 4
 _VISION_HEADS_PER_PROGRAM = 8
@@ -55,16 +55,15 @@ def append_heads(
     heads: Heads,
     rope: Rotation,
     slot_mapping: torch.Tensor,
-    kv_cache: torch.Tensor,
+    cache: LayerCache,
     device: Device,
 ) -> torch.Tensor:
-    """Return the queries, [T, Hq, D], and write keys and values to their slots.
+    """Return the queries, [T, Hq, Dk], and write keys and values to their slots.
 
-    Shapes: qkv [T, (Hq + 2 Hk) * D] contiguous: queries, keys, values; rope: see `rotation_table`; slot_mapping [T]
-    int64; kv_cache [2, num_blocks, Hk, block_size, D], of qkv's type or FP8. Tokens of the same slot (in the null
-    block): any may win.
+    Shapes: qkv [T, (Hq + Hk) * Dk + Hk * Dv] contiguous: queries, keys, values; rope: see `rotation_table`;
+    slot_mapping [T] int64; the cache of qkv's type or FP8. Tokens of the same slot (in the null block): any may win.
     """
-    num_tokens, head_dim = qkv.shape[0], heads.head_dim
+    num_tokens, head_dim, value_dim = qkv.shape[0], heads.head_dim, heads.value_dim
     q = torch.empty(num_tokens, heads.num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if not num_tokens:
         return q
@@ -79,18 +78,18 @@ def append_heads(
         rope.sin,
         slot_mapping,
         q,
-        kv_cache,
-        kv_cache.stride(0),
+        *cache,
         1.0 / heads.k_scale,
         1.0 / heads.v_scale,
         NUM_HEADS=heads.num_heads,
         NUM_KV_HEADS=heads.num_kv_heads,
         HALF=head_dim // 2,
-        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-        BLOCK_SIZE=kv_cache.shape[3],
+        VALUE_HALF=value_dim // 2,
+        BLOCK_HALF=triton.next_power_of_2(max(head_dim, value_dim) // 2),
+        BLOCK_SIZE=cache.keys.shape[2],
         HEADS=_HEADS_PER_PROGRAM,
         HAS_NORM=norm is not None,
-        IS_FP8=kv_cache.dtype == FP8,
+        IS_FP8=cache.keys.dtype == FP8,
         OVERLAPS=device.has_dependent_launch,
         num_warps=1,
         **device.launch_options,
@@ -99,7 +98,7 @@ def append_heads(
 
 
 def gather_heads(
-    kv_cache: torch.Tensor,
+    cache: LayerCache,
     tables: torch.Tensor,
     starts: torch.Tensor,
     most_blocks: int,
@@ -110,15 +109,13 @@ def gather_heads(
 ) -> None:
     """Copy rows' keys and values out of their blocks; those in 8 bits come out times the layer's scales.
 
-    Shapes: kv_cache [2, num_blocks, Hk, block_size, D]; tables [rows or more, blocks or more] int32; starts [rows + 1]
-    int32, where each row's tokens begin; keys, values [tokens, Hk, D], of the queries' type. No row has more than
-    `most_blocks`.
+    Shapes: tables [rows or more, blocks or more] int32; starts [rows + 1] int32, where each row's tokens begin; keys
+    [tokens, Hk, Dk] and values [tokens, Hk, Dv], of the queries' type. No row has more than `most_blocks`.
     """
-    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
-    is_fp8 = kv_cache.dtype == FP8
+    _, num_kv_heads, block_size, head_dim = cache.keys.shape
+    value_dim, is_fp8 = cache.values.shape[3], cache.keys.dtype == FP8
     _gather_heads[(most_blocks, len(starts) - 1, num_kv_heads)](
-        kv_cache,
-        kv_cache.stride(0),
+        *cache,
         tables,
         tables.stride(0),
         starts,
@@ -129,6 +126,8 @@ def gather_heads(
         HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_D=triton.next_power_of_2(max(head_dim, value_dim)),
         IS_SCALED=is_fp8,
         OVERLAPS=device.has_dependent_launch,
         **device.launch_options,
@@ -179,13 +178,14 @@ def _append_heads(
     sin,
     slot_mapping,
     q,
-    kv_cache,
-    side_stride,
+    key_cache,
+    value_cache,
     k_inverse,
     v_inverse,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    VALUE_HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -198,9 +198,17 @@ def _append_heads(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, BLOCK_HALF)
-    inside = (head < ALL)[:, None] & (pair < HALF)[None, :]
     is_query = head < NUM_HEADS
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    first_value = (NUM_HEADS + NUM_KV_HEADS) * D
+    if VALUE_HALF == HALF:
+        half = HALF
+        begin = head[:, None] * D
+    else:
+        half = tl.where(is_value, VALUE_HALF, HALF)[:, None]
+        value_begin = first_value + (head - NUM_HEADS - NUM_KV_HEADS) * 2 * VALUE_HALF
+        begin = tl.where(is_value, value_begin, head * D)[:, None]
+    inside = (head < ALL)[:, None] & (pair[None, :] < half)
     if HAS_NORM:
         valid = pair < HALF
         q_first = tl.load(q_weight + pair, mask=valid, other=0.0).to(tl.float32)
@@ -208,9 +216,9 @@ def _append_heads(
         k_first = tl.load(k_weight + pair, mask=valid, other=0.0).to(tl.float32)
         k_second = tl.load(k_weight + HALF + pair, mask=valid, other=0.0).to(tl.float32)
     start(OVERLAPS)
-    cell = qkv + token * (ALL * D) + head[:, None] * D + pair[None, :]
+    cell = qkv + token * (first_value + NUM_KV_HEADS * 2 * VALUE_HALF) + begin + pair[None, :]
     first_in = tl.load(cell, mask=inside, other=0.0)
-    second_in = tl.load(cell + HALF, mask=inside, other=0.0)
+    second_in = tl.load(cell + half, mask=inside, other=0.0)
     c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
     s = tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
     slot = tl.load(slot_mapping + token)
@@ -226,8 +234,8 @@ def _append_heads(
     tl.store(q_cell + HALF, turned_second.to(dtype), mask=inside & is_query[:, None])
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     kv_head = tl.where(is_value, head - NUM_HEADS - NUM_KV_HEADS, head - NUM_HEADS)
-    kv_cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + offset) * D + is_value.to(tl.int64) * side_stride
-    kv_cell = kv_cache + kv_cell[:, None] + pair[None, :]
+    kv_cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + offset)[:, None] * (2 * half) + pair[None, :]
+    kv_cell = tl.where(is_value, value_cache, key_cache)[:, None] + kv_cell
     is_kept = inside & (head >= NUM_HEADS)[:, None]
     kept_first = tl.where(is_value[:, None], first_in.to(tl.float32), turned_first)
     kept_second = tl.where(is_value[:, None], second_in.to(tl.float32), turned_second)
@@ -238,7 +246,7 @@ def _append_heads(
     else:
         kept_first, kept_second = kept_first.to(dtype), kept_second.to(dtype)
     tl.store(kv_cell, kept_first, mask=is_kept)
-    tl.store(kv_cell + HALF, kept_second, mask=is_kept)
+    tl.store(kv_cell + half, kept_second, mask=is_kept)
 
 
 @triton.jit
@@ -269,8 +277,8 @@ def _rotate_qk(
 
 @triton.jit(do_not_specialize_on_alignment=["starts", "tables"])  # a few elements per program
 def _gather_heads(
-    kv_cache,
-    side_stride,
+    key_cache,
+    value_cache,
     tables,
     table_stride,
     starts,
@@ -281,6 +289,8 @@ def _gather_heads(
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     IS_SCALED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -289,12 +299,14 @@ def _gather_heads(
     begin, end = tl.load(starts + row), tl.load(starts + row + 1)
     if begin + first < end:
         block = tl.load(tables + row * table_stride + tl.program_id(0)).to(tl.int64)
-        token, column = tl.arange(0, BLOCK_SIZE)[:, None], tl.arange(0, HEAD_DIM)[None, :]
-        cell = kv_cache + (block * HEADS + head) * (BLOCK_SIZE * HEAD_DIM) + token * HEAD_DIM + column
-        key, value = tl.load(cell), tl.load(cell + side_stride)
+        token, column = tl.arange(0, BLOCK_SIZE)[:, None], tl.arange(0, BLOCK_D)[None, :]
+        cell = (block * HEADS + head) * BLOCK_SIZE + token
+        place = (begin + first + token).to(tl.int64) * HEADS + head
+        inside = (begin + first + token < end) & (column < HEAD_DIM)
+        key = tl.load(key_cache + cell * HEAD_DIM + column, mask=inside, other=0.0)
+        inside_value = (begin + first + token < end) & (column < VALUE_DIM)
+        value = tl.load(value_cache + cell * VALUE_DIM + column, mask=inside_value, other=0.0)
         if IS_SCALED:
             key, value = key.to(tl.float32) * k_scale, value.to(tl.float32) * v_scale
-        place = ((begin + first + token).to(tl.int64) * HEADS + head) * HEAD_DIM + column
-        inside = begin + first + token < end
-        tl.store(keys + place, key.to(keys.dtype.element_ty), mask=inside)
-        tl.store(values + place, value.to(values.dtype.element_ty), mask=inside)
+        tl.store(keys + place * HEAD_DIM + column, key.to(keys.dtype.element_ty), mask=inside)
+        tl.store(values + place * VALUE_DIM + column, value.to(values.dtype.element_ty), mask=inside_value)

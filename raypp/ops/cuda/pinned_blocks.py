@@ -9,7 +9,7 @@ multiprocessor from the step that runs beside them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from raypp.errors import ResourceError
 from raypp.messages import NULL_BLOCK, Int32s
-from raypp.ops.block_store import BlockMover, planes_of
+from raypp.ops.block_store import BlockMover, Planes
 from raypp.ops.host_to_device import to_device
-from raypp.ops.kv_cache import zeros_on_demand
+from raypp.ops.kv_cache import LayerCache, zeros_on_demand
 
 _left_behind: list[torch.Tensor] = []
 _CGROUP = Path("/sys/fs/cgroup")
@@ -34,7 +34,7 @@ class PinnedBlockStore:
     """Copies between a GPU and page-locked memory. The host waits for nothing.
 
     Args:
-        kv_caches: [L, 2, num_blocks, Hk, block_size, D], on the GPU.
+        caches: Of layers with the same blocks, on the GPU.
         num_cpu_blocks: Blocks that there is room for.
         num_staged: Blocks that the GPU holds on their way at a time.
         mover: Of the GPU.
@@ -43,13 +43,11 @@ class PinnedBlockStore:
         ResourceError: there is not so much memory, or it cannot be page-locked.
     """
 
-    def __init__(self, kv_caches: torch.Tensor, num_cpu_blocks: int, num_staged: int, mover: BlockMover) -> None:
-        self._planes, self._mover = planes_of(kv_caches), mover
-        num_planes, _, num_words = self._planes.shape
-        num_bytes = num_cpu_blocks * num_planes * num_words * self._planes.element_size()
-        memory = locked_memory(num_bytes, self).view(self._planes.dtype)
-        self._memory = memory.view(num_cpu_blocks, num_planes, num_words)
-        self._staging = self._planes.new_empty(num_staged, num_planes, num_words)
+    def __init__(self, caches: Sequence[LayerCache], num_cpu_blocks: int, num_staged: int, mover: BlockMover) -> None:
+        self._planes, self._mover = Planes(caches), mover
+        memory = locked_memory(num_cpu_blocks * self._planes.piece_bytes, self)
+        self._memory = memory.view(self._planes.dtype).view(num_cpu_blocks, self._planes.num_words)
+        self._staging = self._planes.pieces(num_staged)
         null_block = np.array([NULL_BLOCK], np.int32)  # kernels compile, and are loaded
         self.copy_out(null_block, null_block)
         self.copy_in(null_block, null_block)

@@ -17,7 +17,7 @@ _FEW_TOKENS = 32
 _MANY_TOKENS = 512
 """The tokens of a row that are computed at a time: few where all rows decode, many where some have prompts."""
 _OF_FEW = ["entry_rows", "entry_positions", "entry_blocks", "rows", "num_computed_tokens", "query_start_loc"]
-_OF_FEW += ["positions", "slot_mapping"]
+_OF_FEW += ["positions", "slot_mappings"]
 """Arguments of which a program touches a few elements: where they begin is not worth a kernel of its own."""
 
 
@@ -30,26 +30,28 @@ def row_inputs(
     block_size: int,
     max_len: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return positions, slot_mapping, seq_lens and block_tables; see `raypp.ops.row_inputs.row_inputs`."""
+    """Return positions [T], slots [G, T], lengths [R] and tables [G, R, W]; see `raypp.ops.row_inputs.row_inputs`."""
     query_start_loc, num_tokens, most = queries
-    num_rows, width = len(rows), tables.shape[1]
+    num_rows, (num_groups, max_rows, width) = len(rows), tables.shape
     device = Device.of(tables.device)
-    numbers = torch.empty(2, num_tokens, dtype=torch.int64, device=rows.device)
-    positions, slot_mapping = numbers
+    numbers = torch.empty(1 + num_groups, num_tokens, dtype=torch.int64, device=rows.device)
+    positions, slot_mappings = numbers[0], numbers[1:]
     seq_lens = torch.empty(num_rows, dtype=torch.int32, device=rows.device)
-    block_tables = torch.empty(num_rows, width, dtype=torch.int32, device=rows.device)
+    block_tables = torch.empty(num_groups, num_rows, width, dtype=torch.int32, device=rows.device)
     if num_rows:
-        _row_inputs[(num_rows,)](
+        _row_inputs[(num_rows, num_groups)](
             tables,
             *entries,
             rows,
             num_computed_tokens,
             query_start_loc,
             positions,
-            slot_mapping,
+            slot_mappings,
             seq_lens,
             block_tables,
             len(entries[0]),
+            max_rows,
+            num_tokens,
             width,
             max_len,
             TOKENS=_FEW_TOKENS if most <= _FEW_TOKENS else _MANY_TOKENS,
@@ -60,10 +62,12 @@ def row_inputs(
             num_warps=4,
             **device.launch_options,
         )
-    return positions, slot_mapping, seq_lens, block_tables
+    return positions, slot_mappings, seq_lens, block_tables
 
 
-@triton.jit(do_not_specialize=["num_entries", "max_len"], do_not_specialize_on_alignment=_OF_FEW)
+@triton.jit(
+    do_not_specialize=["num_entries", "max_rows", "num_tokens", "max_len"], do_not_specialize_on_alignment=_OF_FEW
+)
 def _row_inputs(
     tables,
     entry_rows,
@@ -73,10 +77,12 @@ def _row_inputs(
     num_computed_tokens,
     query_start_loc,
     positions,
-    slot_mapping,
+    slot_mappings,
     seq_lens,
     block_tables,
     num_entries,
+    max_rows,
+    num_tokens,
     width,
     max_len,
     TOKENS: tl.constexpr,
@@ -85,7 +91,7 @@ def _row_inputs(
     TILE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    index = tl.program_id(0)
+    index, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     start(OVERLAPS)
     for begin in range(0, num_entries, ENTRIES):
         entry = begin + tl.arange(0, ENTRIES)
@@ -95,12 +101,13 @@ def _row_inputs(
         block_id = tl.load(entry_blocks + entry, mask=is_entry, other=0)
         tl.store(tables + entry_row * width + entry_position, block_id.to(tl.int32), mask=is_entry)
     tl.debug_barrier()  # what this program wrote it reads again
-    table = tables + tl.load(rows + index) * width
+    table = tables + (group * max_rows + tl.load(rows + index)) * width
+    copy = block_tables + (group * tl.num_programs(0) + index) * width
     for begin in range(0, width, TILE):
         column = begin + tl.arange(0, TILE)
         inside = column < width
         blocks = tl.load(table + column, mask=inside, other=0, cache_modifier=".cg")
-        tl.store(block_tables + index.to(tl.int64) * width + column, blocks, mask=inside)
+        tl.store(copy + column, blocks, mask=inside)
     computed = tl.load(num_computed_tokens + index)
     first, end = tl.load(query_start_loc + index), tl.load(query_start_loc + index + 1)
     for begin in range(first, end, TOKENS):
@@ -111,6 +118,6 @@ def _row_inputs(
             table + tl.minimum(position // BLOCK_SIZE, width - 1), mask=is_token, other=0, cache_modifier=".cg"
         )
         slot = blocks.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
-        tl.store(positions + token, position.to(tl.int64), mask=is_token)
-        tl.store(slot_mapping + token, slot, mask=is_token)
+        tl.store(positions + token, position.to(tl.int64), mask=is_token & (group == 0))
+        tl.store(slot_mappings + group * num_tokens + token, slot, mask=is_token)
     tl.store(seq_lens + index, tl.minimum(computed + end - first, max_len))

@@ -23,7 +23,7 @@ from raypp.ops.break_point import break_point
 from raypp.ops.cuda.decode_attention import TritonDecode
 from raypp.ops.cuda.heads import append_heads, gather_heads
 from raypp.ops.cuda.kernel_launch import Device, Workspace
-from raypp.ops.kv_cache import FP8, movable
+from raypp.ops.kv_cache import FP8, LayerCache, movable
 
 MAX_FUSED_TOKENS = 16
 """Up to so many tokens of decode rows, the attention kernel makes the heads itself, once per split and KV head."""
@@ -44,7 +44,7 @@ class Prefill(Protocol):
     def plan(self, batch: AttentionBatch, ring_entry: int) -> object:
         """Return the plan of the batch's prefill rows."""
 
-    def run(self, plan: object, q: torch.Tensor, kv_cache: torch.Tensor, heads: Heads, out: torch.Tensor) -> None:
+    def run(self, plan: object, q: torch.Tensor, cache: LayerCache, heads: Heads, out: torch.Tensor) -> None:
         """Write the output to `out`; see `FlashInferPrefill`."""
 
 
@@ -130,19 +130,19 @@ class FlashInferPrefill:
         copied.record()
         return planned
 
-    def run(self, plan: object, q: torch.Tensor, kv_cache: torch.Tensor, heads: Heads, out: torch.Tensor) -> None:
+    def run(self, plan: object, q: torch.Tensor, cache: LayerCache, heads: Heads, out: torch.Tensor) -> None:
         """Write the attention's output to `out`.
 
-        Shapes: q, out [T, Hq, D], the tokens of the planned rows; kv_cache [2, num_blocks, Hk, block_size, D], this
-        step's tokens included. `heads` has the layer's scales.
+        Shapes: q, out [T, Hq, D], the tokens of the planned rows. The cache has this step's tokens; `heads` has the
+        layer's scales.
         """
         if isinstance(plan, CopyPlan):
             keys, values = self._copy[:, : plan.num_tokens]
-            gather_heads(kv_cache, plan.tables, plan.starts, plan.most_blocks, heads, keys, values, self._device)
+            gather_heads(cache, plan.tables, plan.starts, plan.most_blocks, heads, keys, values, self._device)
             plan.ragged.run(q, keys, values, out=out)
         else:
-            scales = {"k_scale": heads.k_scale, "v_scale": heads.v_scale} if kv_cache.dtype == FP8 else {}
-            plan.run(q, (kv_cache[0], kv_cache[1]), out=out, **scales)  # type: ignore[attr-defined]
+            scales = {"k_scale": heads.k_scale, "v_scale": heads.v_scale} if cache.keys.dtype == FP8 else {}
+            plan.run(q, tuple(cache), out=out, **scales)  # type: ignore[attr-defined]
 
     def _plan_copies(self, batch: AttentionBatch, ring_entry: int) -> CopyPlan:
         heads, ragged, starts = self._heads, self._ragged[ring_entry], _prefix_sums(batch.prefill_seq_lens)
@@ -157,7 +157,7 @@ class FlashInferPrefill:
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
         )
-        tables = batch.block_tables[batch.num_decode_rows :]
+        tables = batch.block_tables[0][batch.num_decode_rows :]
         most_blocks = math.ceil(max(batch.prefill_seq_lens) / self._block_size)
         starts_there = starts.to(self._device.torch_device, non_blocking=True)
         return CopyPlan(ragged, tables, starts_there, sum(batch.prefill_seq_lens), most_blocks)
@@ -165,7 +165,7 @@ class FlashInferPrefill:
     def _plan_blocks(self, batch: AttentionBatch, ring_entry: int) -> object:
         heads, block_size, wrapper = self._heads, self._block_size, self._wrappers[ring_entry]
         num_blocks = [math.ceil(seq_len / block_size) for seq_len in batch.prefill_seq_lens]
-        tables = batch.block_tables[batch.num_decode_rows :]
+        tables = batch.block_tables[0][batch.num_decode_rows :]
         wrapper.plan(
             _prefix_sums(batch.prefill_query_lens),
             _prefix_sums(num_blocks),
@@ -204,7 +204,7 @@ class SdpaPrefill:
 
     def plan(self, batch: AttentionBatch, ring_entry: int) -> object:
         rows, start, block_size = [], 0, self._block_size
-        tables = batch.block_tables[batch.num_decode_rows :]
+        tables = batch.block_tables[0][batch.num_decode_rows :]
         for table, query_len, seq_len in zip(
             tables.unbind(0), batch.prefill_query_lens, batch.prefill_seq_lens, strict=False
         ):
@@ -214,13 +214,13 @@ class SdpaPrefill:
             start += query_len
         return rows
 
-    def run(self, plan: object, q: torch.Tensor, kv_cache: torch.Tensor, heads: Heads, out: torch.Tensor) -> None:
+    def run(self, plan: object, q: torch.Tensor, cache: LayerCache, heads: Heads, out: torch.Tensor) -> None:
         assert isinstance(plan, list)
-        k_scale, v_scale = (heads.k_scale, heads.v_scale) if kv_cache.dtype == FP8 else (1.0, 1.0)
+        k_scale, v_scale = (heads.k_scale, heads.v_scale) if cache.keys.dtype == FP8 else (1.0, 1.0)
         for row in plan:
             keys, values = (
-                side.index_select(0, row.blocks).view(kv_cache.dtype).to(q.dtype).transpose(0, 1).flatten(1, 2)
-                for side in movable(kv_cache)
+                movable(side).index_select(0, row.blocks).view(side.dtype).to(q.dtype).transpose(0, 1).flatten(1, 2)
+                for side in cache
             )
             attended = F.scaled_dot_product_attention(
                 q[row.start : row.end].transpose(0, 1).unsqueeze(0),
@@ -272,6 +272,7 @@ class CudaAttention:
         workspace: Workspace,
     ) -> None:
         self._device = device
+        self._kind = heads.kind
         self._decode = TritonDecode(
             heads.num_heads, heads.num_kv_heads, heads.head_dim, max_query_len, device, workspace
         )
@@ -284,21 +285,23 @@ class CudaAttention:
             self._prefill = SdpaPrefill(block_size)
 
     def plan(self, batch: AttentionBatch, ring_entry: int) -> None:
-        """Set the batch's plan: that of its prefill rows, None without any."""
-        batch.plan = self._prefill.plan(batch, ring_entry) if batch.prefill_query_lens else None
+        """Set the batch's plans: that of its prefill rows."""
+        batch.plans = {}
+        if batch.prefill_query_lens:
+            batch.plans[self._kind] = self._prefill.plan(batch, ring_entry)
 
     def append(
-        self, qkv: torch.Tensor, heads: Heads, rope: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+        self, qkv: torch.Tensor, heads: Heads, rope: Rotation, cache: LayerCache, slot_mapping: torch.Tensor
     ) -> None:
         """Write one layer's keys and values."""
-        append_heads(qkv, heads, rope, slot_mapping, kv_cache, self._device)
+        append_heads(qkv, heads, rope, slot_mapping, cache, self._device)
 
     def run(
         self,
         qkv: torch.Tensor,
         heads: Heads,
         rope: Rotation,
-        kv_cache: torch.Tensor,
+        cache: LayerCache,
         batch: AttentionBatch,
         out: torch.Tensor | None,
         dtype: torch.dtype | None = None,
@@ -316,23 +319,31 @@ class CudaAttention:
         out_heads = out.view(len(qkv), heads.num_heads, heads.head_dim)
         if num_decode_tokens <= MAX_FUSED_TOKENS and is_decode_only:
             self._decode.from_projection(
-                qkv, heads, rope, batch.slot_mapping, kv_cache, batch.seq_lens, batch.block_tables, query_len, out_heads
+                qkv,
+                heads,
+                rope,
+                batch.slot_mappings[0],
+                cache,
+                batch.seq_lens,
+                batch.block_tables[0],
+                query_len,
+                out_heads,
             )
             return out
-        q = append_heads(qkv, heads, rope, batch.slot_mapping, kv_cache, self._device)
+        q = append_heads(qkv, heads, rope, batch.slot_mappings[0], cache, self._device)
         attend = self._attend_rows if is_decode_only else self._attend_any_rows
-        attend(q, heads, kv_cache, batch, out_heads)
+        attend(q, heads, cache, batch, out_heads)
         return out
 
     @break_point
     def _attend_any_rows(
-        self, q: torch.Tensor, heads: Heads, kv_cache: torch.Tensor, batch: AttentionBatch, out: torch.Tensor
+        self, q: torch.Tensor, heads: Heads, cache: LayerCache, batch: AttentionBatch, out: torch.Tensor
     ) -> None:
         """Attend rows whose number and lengths only the host knows: what is launched depends on them."""
-        self._attend_rows(q, heads, kv_cache, batch, out)
+        self._attend_rows(q, heads, cache, batch, out)
 
     def _attend_rows(
-        self, q: torch.Tensor, heads: Heads, kv_cache: torch.Tensor, batch: AttentionBatch, out: torch.Tensor
+        self, q: torch.Tensor, heads: Heads, cache: LayerCache, batch: AttentionBatch, out: torch.Tensor
     ) -> None:
         """Attend the batch's rows, over a cache that has this step's tokens. Shapes: q, out [T or more, Hq, D]."""
         num_rows, query_len = batch.num_decode_rows, batch.decode_query_len
@@ -340,14 +351,15 @@ class CudaAttention:
         if num_rows:
             self._decode(
                 q[:num_decode_tokens],
-                kv_cache,
+                cache,
                 batch.seq_lens[:num_rows],
-                batch.block_tables[:num_rows],
+                batch.block_tables[0][:num_rows],
                 query_len,
                 heads,
                 out[:num_decode_tokens],
             )
         if batch.prefill_query_lens:
-            assert batch.plan is not None, "prefill rows need plan_attention"
+            plan = batch.plans.get(heads.kind)
+            assert plan is not None, "prefill rows need plan_attention"
             tokens = slice(num_decode_tokens, batch.num_tokens)
-            self._prefill.run(batch.plan, q[tokens], kv_cache, heads, out[tokens])
+            self._prefill.run(plan, q[tokens], cache, heads, out[tokens])

@@ -11,7 +11,7 @@ from raypp.models.registry import build_model
 from raypp.models.sizes import embedding_bytes, kv_bytes_per_token, layer_sizes, lm_head_bytes
 from raypp.models.weights import DummyWeights
 from raypp.ops.attention import AttentionBatch
-from raypp.ops.kv_cache import allocate_kv_cache
+from raypp.ops.kv_cache import allocate_layer_cache
 
 CPU = torch.device("cpu")
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -99,9 +99,9 @@ def test_planned_bytes_are_those_that_are_read(tmp_path, changes, dtype):
 
 def test_kv_bytes_are_those_of_the_cache(tmp_path):
     config = load_model_config(write_config(tmp_path))
-    cache = allocate_kv_cache(5, 16, config.num_kv_heads, config.head_dim, torch.bfloat16, CPU)
-    assert not cache.any()
-    assert cache.nbytes == 5 * 16 * kv_bytes_per_token(config, 2)[0]
+    cache = allocate_layer_cache(5, 16, config.num_kv_heads, config.head_dim, config.head_dim, torch.bfloat16, CPU)
+    assert not any(side.any() for side in cache)
+    assert sum(side.nbytes for side in cache) == 5 * 16 * kv_bytes_per_token(config, 2)[0]
 
 
 @torch.inference_mode()
@@ -119,12 +119,13 @@ def _logits(path, cuts, dtype=torch.float32):
             num_decode_rows=0,
             decode_query_len=1,
             seq_lens=torch.tensor([7], dtype=torch.int32),
-            block_tables=torch.tensor([[2, 1]], dtype=torch.int32),
-            slot_mapping=torch.tensor([8, 9, 10, 11, 4, 5, 6]),
+            block_tables=[torch.tensor([[2, 1]], dtype=torch.int32)],
+            slot_mappings=[torch.tensor([8, 9, 10, 11, 4, 5, 6])],
             prefill_query_lens=[7],
             prefill_seq_lens=[7],
         )
-        caches = [allocate_kv_cache(3, 4, config.num_kv_heads, config.head_dim, dtype, CPU) for _ in range(start, end)]
+        sizes = (config.num_kv_heads, config.head_dim, config.head_dim)
+        caches = [allocate_layer_cache(3, 4, *sizes, dtype, CPU) for _ in range(start, end)]
         out = model.forward(hidden, torch.arange(7), attention, caches)
         assert torch.equal(hidden, before), "the input is left as it is"
         hidden = out

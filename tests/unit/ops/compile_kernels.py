@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from raypp.ops.attention import HeadNorm, Heads
 from raypp.ops.backend import Routing
+from raypp.ops.block_store import Planes
 from raypp.ops.cuda import (
     between_products,
     block_kernels,
@@ -40,6 +41,7 @@ from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.product_tuning import input_type_in_8_bits, own_product
 from raypp.ops.cuda.quantized_projection import Fp8Projection, Int4Projection
 from raypp.ops.cuda.token_quantization import TokenNorm
+from raypp.ops.kv_cache import LayerCache
 from raypp.ops.row_tokens import RowTokens, StepTokens
 from raypp.ops.sample.tables import (
     AdjustedLogits,
@@ -173,7 +175,7 @@ def experts_of(kind: str, scale_type: torch.dtype, block: tuple[int, int], num_o
 
 def attend_in_8_bits(decode: Any, layer_heads: Heads, by: Any, integers: torch.Tensor) -> None:
     """Call what writes and reads a KV cache in 8 bits."""
-    cache_8 = torch.zeros(2, 3, 8, 16, 128, dtype=torch.float8_e4m3fn)
+    cache_8 = LayerCache(*torch.zeros(2, 3, 8, 16, 128, dtype=torch.float8_e4m3fn))
     qkv = torch.zeros(32, 6144, dtype=BF16)
     heads.append_heads(qkv, layer_heads, by, integers, cache_8, DEVICE)
     for rows, query_len in ((16, 1), (256, 1), (32, 5)):
@@ -192,7 +194,7 @@ def call_all(workspace: Workspace) -> None:
     decode = decode_attention.TritonDecode(32, 8, 128, 5, DEVICE, workspace)
     chooser = KernelTokenChoice(32, DEVICE, workspace)
     workspace.reserve(1 << 24)
-    cache = torch.zeros(2, 3, 8, 16, 128, dtype=BF16)
+    cache = LayerCache(*torch.zeros(2, 3, 8, 16, 128, dtype=BF16))
     integers = torch.zeros(32, dtype=torch.int64)
     hidden = torch.zeros(32, 4096, dtype=BF16)
     between_products.rms_norm(hidden, hidden[0], 1e-6, DEVICE)
@@ -241,13 +243,13 @@ def call_all(workspace: Workspace) -> None:
                 x = torch.empty(rows, product.num_inputs, dtype=x_type)
                 residual = None if product.is_gated else torch.empty(rows, product.num_outputs, dtype=BF16)
                 projection.project(x, own.product, residual, own.tuning, DEVICE, workspace, y_type)
-    tables, lengths = torch.zeros(32, 65, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+    tables, lengths = torch.zeros(1, 32, 65, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
     for most in (1, 1000):
         queries = (lengths, 32, most)
         row_inputs_kernel.row_inputs(tables, (integers, integers, integers), integers, lengths, queries, 16, 1000)
-    planes = torch.zeros(36, 4, 4096, dtype=torch.int64)
+    planes = Planes([LayerCache(*torch.zeros(2, 4, 8, 16, 128, dtype=BF16)) for _ in range(18)])
     for move in (block_kernels.KernelBlockMover().gather, block_kernels.KernelBlockMover().scatter):
-        move(planes, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 36, 4096, dtype=torch.int64))
+        move(planes, torch.zeros(2, dtype=torch.int64), planes.pieces(2))
     logits = torch.zeros(32, 5000)
     head = projection.Product(Weight(torch.empty(5000, 4096, dtype=BF16)), None, 1e-6)
     for rows in (1, 2):
@@ -342,7 +344,7 @@ def call_wide(workspace: Workspace) -> None:
         decode = decode_attention.TritonDecode(num_heads, num_kv_heads, head_dim, 17, DEVICE, workspace)
         q = torch.zeros(32 * 17, num_heads, head_dim, dtype=BF16)
         lens, tables = torch.ones(32, dtype=torch.int32), torch.zeros(32, 64, dtype=torch.int32)
-        cache = torch.zeros(2, 3, num_kv_heads, 16, head_dim, dtype=BF16)
+        cache = LayerCache(*torch.zeros(2, 3, num_kv_heads, 16, head_dim, dtype=BF16))
         decode(q, cache, lens, tables, 17, Heads(num_heads, num_kv_heads, head_dim), torch.empty_like(q))
 
 

@@ -13,10 +13,14 @@ from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.cpu import paged_attention as attention_module
 from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.cuda.step_attention import SdpaPrefill
-from raypp.ops.kv_cache import FP8, allocate_kv_cache, as_cached
+from raypp.ops.kv_cache import FP8, LayerCache, allocate_layer_cache, as_cached
 
 HEAD_DIM = 8
 SCALE = HEAD_DIM**-0.5
+
+
+def copy_of(cache):
+    return LayerCache(*(side.clone() for side in cache))
 
 
 class Step:
@@ -51,8 +55,10 @@ class Step:
         rng.shuffle(blocks)
         self.tables = torch.tensor(blocks, dtype=torch.int32).view(len(self.seq_lens), width)
         kv_dtype, cpu = kv_dtype or dtype, torch.device("cpu")
-        self.cache = allocate_kv_cache(1 + len(blocks), block_size, num_kv_heads, HEAD_DIM, kv_dtype, cpu)
-        self.cache.copy_(torch.randn(self.cache.shape, generator=generator))
+        sizes = (num_kv_heads, HEAD_DIM, HEAD_DIM)
+        self.cache = allocate_layer_cache(1 + len(blocks), block_size, *sizes, kv_dtype, cpu)
+        for side in self.cache:
+            side.copy_(torch.randn(side.shape, generator=generator))
         num_tokens = sum(self.query_lens)
         self.q = torch.randn(num_tokens, num_heads, HEAD_DIM, generator=generator).to(dtype)
         self.k, self.v = torch.randn(2, num_tokens, num_kv_heads, HEAD_DIM, generator=generator).to(dtype)
@@ -65,19 +71,24 @@ class Step:
             num_decode_rows=len(decode_lens),
             decode_query_len=query_len,
             seq_lens=torch.tensor(self.seq_lens, dtype=torch.int32),
-            block_tables=self.tables,
-            slot_mapping=torch.tensor(slots),
+            block_tables=[self.tables],
+            slot_mappings=[torch.tensor(slots)],
             prefill_query_lens=[count for count, _ in prefill],
             prefill_seq_lens=[length for _, length in prefill],
         )
 
+    @property
+    def plan(self):
+        return self.batch.plans[self.heads.kind]
+
     def check(self, tolerance=2e-6):
-        expected_cache = self.cache.clone()
+        expected_cache = copy_of(self.cache)
         expected = reference.paged_attention(
             self.q, self.k, self.v, expected_cache, self.query_lens, self.seq_lens, self.tables, SCALE
         )
         got = paged_attention(self.q, self.k, self.v, self.cache, self.batch, self.heads)
-        assert torch.equal(self.cache, expected_cache)
+        for side, expected_side in zip(self.cache, expected_cache, strict=True):
+            assert torch.equal(side, expected_side)
         assert got.dtype == self.q.dtype
         torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
@@ -99,14 +110,14 @@ def test_decode_in_groups(monkeypatch, query_len, group_bytes):
     monkeypatch.setattr(attention_module, "GROUP_BYTES", group_bytes)
     step = Step((9, 30, 4, 17, 30, 3, 8, 12), ((5, 11),), query_len=query_len)
     step.check()
-    assert len(step.batch.plan.decode_groups) > 1
+    assert len(step.plan.decode_groups) > 1
 
 
 def test_groups_hold_rows_of_similar_length(monkeypatch):
     monkeypatch.setattr(attention_module, "GROUP_BYTES", 4096)
     step = Step((90, 3, 5, 88, 4, 91, 6))
     step.check()
-    members = [sorted(group.tokens.tolist()) for group in step.batch.plan.decode_groups]
+    members = [sorted(group.tokens.tolist()) for group in step.plan.decode_groups]
     assert members == [[1, 2, 4, 6], [3], [0], [5]]
 
 
@@ -133,21 +144,23 @@ def test_half_precision(dtype, tolerance):
 def test_layers_share_one_plan():
     step = Step((9, 17), ((5, 11),))
     step.check()
-    plan = step.batch.plan
+    plan = step.plan
     step.check()
-    assert step.batch.plan is plan
+    assert step.plan is plan
 
 
 def _poison(step):
     """Fill what belongs to no row: behind each row's length, and the null block, in which every table ends."""
-    block_size = step.cache.shape[3]
+    block_size = step.cache.keys.shape[2]
     step.tables = torch.cat((step.tables, torch.zeros(len(step.seq_lens), 1, dtype=torch.int32)), 1)
-    step.batch.block_tables = step.tables
+    step.batch.block_tables = [step.tables]
     bad = itertools.cycle((torch.nan, torch.inf, -torch.inf))
-    step.cache[:, 0] = torch.nan
+    for side in step.cache:
+        side[0] = torch.nan
     for table, length in zip(step.tables.tolist(), step.seq_lens, strict=True):
         for position in range(length, (len(table) - 1) * block_size):
-            step.cache[:, table[position // block_size], :, position % block_size] = next(bad)
+            for side in step.cache:
+                side[table[position // block_size], :, position % block_size] = next(bad)
 
 
 @pytest.mark.parametrize("query_len", [1, 3])
@@ -179,10 +192,10 @@ def test_a_row_past_its_table_hurts_nobody():
     """Its tokens go to the null block; what it attends to stops at the table's end; its neighbours do not notice."""
     step = Step((8, 8), block_size=4)
     expected = reference.paged_attention(
-        step.q, step.k, step.v, step.cache.clone(), step.query_lens, step.seq_lens, step.tables, SCALE
+        step.q, step.k, step.v, copy_of(step.cache), step.query_lens, step.seq_lens, step.tables, SCALE
     )
     step.batch.seq_lens[1] = 11
-    step.batch.slot_mapping[1] = 0
+    step.batch.slot_mappings[0][1] = 0
     got = paged_attention(step.q, step.k, step.v, step.cache, step.batch, step.heads)
     torch.testing.assert_close(got[0], expected[0], atol=2e-6, rtol=2e-6)
     assert got.isfinite().all()
@@ -197,9 +210,9 @@ def test_a_cache_in_8_bits(dtype, scales, prefill):
     step.k[0], step.v[0] = 1e5, -1e5
 
     def as_read(x, scale):
-        return as_cached(x, step.cache, scale).float() * scale
+        return as_cached(x, step.cache.keys, scale).float() * scale
 
-    exact = torch.stack([side.float() * scale for side, scale in zip(step.cache, scales, strict=True)])
+    exact = LayerCache(*(side.float() * scale for side, scale in zip(step.cache, scales, strict=True)))
     expected = reference.paged_attention(
         step.q.float(),
         as_read(step.k, scales[0]),
@@ -214,7 +227,7 @@ def test_a_cache_in_8_bits(dtype, scales, prefill):
     assert got.dtype == dtype
     for side, expected_side, scale in zip(step.cache, exact, scales, strict=True):
         torch.testing.assert_close(side.float() * scale, expected_side, atol=0, rtol=1e-6)
-    assert float(step.cache.float().abs().max()) == 448.0
+    assert max(float(side.float().abs().max()) for side in step.cache) == 448.0
     tolerance = 2e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.float(), expected, atol=tolerance * 448 * scales[1], rtol=tolerance)
     torch.testing.assert_close(got[4:].float(), expected[4:], atol=4 * tolerance, rtol=4 * tolerance)

@@ -9,17 +9,23 @@ import torch
 from raypp.ops.block_store import BlockStore, TorchBlockMover, TorchBlockStore
 from raypp.ops.cuda import pinned_blocks
 from raypp.ops.cuda.pinned_blocks import PinnedBlockStore, runs
-from raypp.ops.kv_cache import FP8, allocate_kv_caches
+from raypp.ops.kv_cache import FP8, LayerCache, allocate_layer_cache, sides
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, NUM_CPU_BLOCKS = 12, 20
 
 
-def make_caches(dtype: torch.dtype, block_size: int = 3) -> torch.Tensor:
-    caches = allocate_kv_caches(2, NUM_BLOCKS, block_size, 3, 5, dtype, CPU)
-    as_bytes = caches.view(torch.uint8)
-    as_bytes.copy_(torch.randint(0, 255, as_bytes.shape, dtype=torch.uint8))
+def make_caches(dtype: torch.dtype, block_size: int = 3) -> list[LayerCache]:
+    """Of layers whose keys and values have other sizes than those of the next layer, and than each other."""
+    sizes = ((3, 5, 5), (3, 5, 7), (2, 4, 4))
+    caches = [allocate_layer_cache(NUM_BLOCKS, block_size, *each, dtype, CPU) for each in sizes]
+    for side in as_bytes(caches):
+        side.copy_(torch.randint(0, 255, side.shape, dtype=torch.uint8))
     return caches
+
+
+def as_bytes(caches: list[LayerCache]) -> list[torch.Tensor]:
+    return [side.view(torch.uint8) for side in sides(caches)]
 
 
 @pytest.fixture(params=["torch", "pinned", "pinned, one by one"])
@@ -29,7 +35,7 @@ def make_store(request, monkeypatch):
         pinned_blocks, "locked_memory", lambda num_bytes, owner: torch.zeros(num_bytes, dtype=torch.uint8)
     )
 
-    def make(caches: torch.Tensor) -> BlockStore:
+    def make(caches: list[LayerCache]) -> BlockStore:
         if request.param == "torch":
             return TorchBlockStore(caches, NUM_CPU_BLOCKS)
         return PinnedBlockStore(caches, NUM_CPU_BLOCKS, 4 if request.param == "pinned" else 1, TorchBlockMover())
@@ -41,21 +47,22 @@ def make_store(request, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
 def test_blocks_come_back_wherever_they_go(make_store, dtype, block_size):
     caches = make_caches(dtype, block_size)
-    before = caches.view(torch.uint8).clone()
+    before = [side.clone() for side in as_bytes(caches)]
     store = make_store(caches)
     rng = np.random.default_rng(0)
     blocks = rng.permutation(np.arange(1, NUM_BLOCKS))[:7].astype(np.int32)
     places = rng.permutation(NUM_CPU_BLOCKS)[:7].astype(np.int32)
     store.copy_out(blocks, places)
-    assert torch.equal(caches.view(torch.uint8), before)
-    caches.view(torch.uint8).zero_()
+    for side, then in zip(as_bytes(caches), before, strict=True):
+        assert torch.equal(side, then)
+        side.zero_()
     others = rng.permutation(np.arange(1, NUM_BLOCKS))[:5].astype(np.int32)
     store.copy_in(others, places[2:])
-    now = caches.view(torch.uint8)
-    for block, other in zip(blocks[2:].tolist(), others.tolist(), strict=True):
-        assert torch.equal(now[:, :, other], before[:, :, block])
     untouched = sorted(set(range(NUM_BLOCKS)) - set(others.tolist()))
-    assert not now[:, :, untouched].any()
+    for now, then in zip(as_bytes(caches), before, strict=True):
+        for block, other in zip(blocks[2:].tolist(), others.tolist(), strict=True):
+            assert torch.equal(now[other], then[block])
+        assert not now[untouched].any()
 
 
 @pytest.mark.parametrize(

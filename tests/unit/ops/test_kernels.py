@@ -153,7 +153,7 @@ def test_decode_from_projection(query_len, has_norm):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
-@pytest.mark.parametrize("sizes", [(4, 9, 16, 5), (6, 5, 1030, 2), (2, 3, 3, 1)])
+@pytest.mark.parametrize("sizes", [(((16, 16), (16, 16)), 9, 5), (((1030, 6), (6, 24)), 5, 2), (((3, 3),), 3, 1)])
 def test_block_moves(sizes, dtype):
     checks.check_block_moves(*sizes, dtype)
 

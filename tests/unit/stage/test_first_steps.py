@@ -11,6 +11,7 @@ from sampler_plans import sampler_of
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ResourceError
 from raypp.messages import NULL_BLOCK
+from raypp.ops.kv_cache import sides
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.stage.build_stage import allocate_kv_caches, build_stage_model
@@ -31,9 +32,9 @@ def test_only_the_null_block_is_written(stage_index):
     sampler = sampler_of(spec, CPU) if spec.is_last else None
     with torch.inference_mode():
         warm_up(spec, build_stage_model(spec, plan.model, None), kv_caches, sampler)
-    for kv_cache in kv_caches:
-        assert kv_cache[:, NULL_BLOCK].any()
-        assert not kv_cache[:, NULL_BLOCK + 1 :].any()
+    for side in sides(kv_caches):
+        assert side[NULL_BLOCK].any()
+        assert not side[NULL_BLOCK + 1 :].any()
     if sampler is not None:
         history = sampler.history
         for of_rows in (history.lengths, history.output_counts, history.tokens.table):
@@ -59,10 +60,10 @@ def test_sizes_run_side_by_side_and_write_the_null_block_alone(stage_index):
     compile_ahead(spec, model, kv_caches, sampler, sizes)
     assert sorted(num_tokens for num_tokens, _ in seen) == [1, 2, 4, 12]
     assert all(thread.startswith("compile") for _, thread in seen)
-    for kv_cache in kv_caches:
-        assert kv_cache[:, NULL_BLOCK].any()
-        assert kv_cache[:, NULL_BLOCK].isfinite().all()
-        assert not kv_cache[:, NULL_BLOCK + 1 :].any()
+    for side in sides(kv_caches):
+        assert side[NULL_BLOCK].any()
+        assert side[NULL_BLOCK].isfinite().all()
+        assert not side[NULL_BLOCK + 1 :].any()
 
 
 def test_what_a_thread_raises_is_raised_but_for_memory():
