@@ -162,6 +162,10 @@ class EnginePlan(EngineLayout):
             vocab_size=self.model.vocab_size,
             block_size=self.config.cache.block_size,
             groups=self.groups,
+            layer_groups=tuple(
+                self.model.windows.index(attention.window)
+                for attention in self.model.attention[layout.start_layer : layout.end_layer]
+            ),
             num_staged_blocks=self.num_staged_blocks,
             max_drafts=self.config.speculative.max_drafts,
             speculative=self.config.speculative,

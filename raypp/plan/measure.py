@@ -161,7 +161,8 @@ def model_of_alike_layers(model: ModelConfig, layer_index: int, num_layers: int)
         prefix = layer_prefix(model, layer_index)
         plain = [name for name in linear_modules(model, layer_index) if not quantization.covers(prefix + name)]
         quantization = replace(quantization, skipped=tuple(plain))
-    return replace(model, attention=(model.attention[layer_index],) * num_layers, experts=experts, quantization=quantization)
+    attention = (model.attention[layer_index],) * num_layers
+    return replace(model, attention=attention, experts=experts, quantization=quantization)
 
 
 def _drafting_bytes(plan: EnginePlan) -> int:
@@ -212,7 +213,13 @@ class _Rig:
             draft_head=None,
         )
         specs = [
-            replace(common, stage_index=index, start_layer=index * num_layers, end_layer=(index + 1) * num_layers)
+            replace(
+                common,
+                stage_index=index,
+                start_layer=index * num_layers,
+                end_layer=(index + 1) * num_layers,
+                layer_groups=(0,) * num_layers,
+            )
             for index in range(_NUM_STAGES)
         ]
         configure_torch(common.num_threads, common.device)

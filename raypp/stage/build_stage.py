@@ -98,9 +98,8 @@ def _head_support(spec: StageSpec) -> HeadSupport | None:
 def _build_draft_head(spec: StageSpec, head: DraftHeadSpec, config: ModelConfig, model: DecoderModel) -> DraftHead:
     """Return the head on the last stage, with its weights. It computes with kernels of its own if its heads differ."""
     dtype, device, layer = getattr(torch, spec.dtype), torch.device(spec.device), head.config.layer
-    heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
     kernels = model.kernels
-    if heads != (config.num_heads, config.num_kv_heads, config.head_dim):
+    if any(each.cache != layer.attention[0].cache for each in config.attention):
         kernels = choose_kernels(device, dtype, block_size=spec.block_size, kv_dtype=getattr(torch, spec.kv_dtype))
     source: WeightSource = open_weights(spec.load_format, head.path, spec.seed, device)
     if spec.load_format != "dummy" and not has_safetensors(Path(head.path)):
@@ -154,15 +153,10 @@ def build_stage(
 
 def allocate_kv_caches(spec: StageSpec, config: ModelConfig) -> list[LayerCache]:
     """Return the KV caches of the stage's layers, all zeros."""
-    return [
-        allocate_layer_cache(
-            spec.num_blocks,
-            spec.block_size,
-            config.num_kv_heads,
-            config.head_dim,
-            config.head_dim,
-            getattr(torch, spec.kv_dtype),
-            torch.device(spec.device),
-        )
-        for _ in range(spec.start_layer, spec.end_layer)
-    ]
+    dtype, device, caches = getattr(torch, spec.kv_dtype), torch.device(spec.device), []
+    of_layers = config.attention[spec.start_layer : spec.end_layer]
+    for group, attention in zip(spec.layer_groups, of_layers, strict=True):
+        num_blocks, cache = spec.groups[group].num_blocks, attention.cache
+        sizes = (cache.num_kv_heads, cache.k_dim, cache.v_dim)
+        caches.append(allocate_layer_cache(num_blocks, spec.block_size, *sizes, dtype, device))
+    return caches

@@ -23,6 +23,9 @@ from raypp.stage.stage_spec import StageSpec
 from raypp.tracing import ForwardCounter, now_ns
 from raypp.transport.gpu_access import CurrentStream
 
+GroupStore = tuple[int, BlockStore]
+"""A group of layers, and memory for blocks of some of its caches."""
+
 
 class HostCpuKv:
     """For a stage on a CPU: copies are done when the call returns.
@@ -32,7 +35,7 @@ class HostCpuKv:
         counter: Counts how long that takes.
     """
 
-    def __init__(self, stores: Sequence[BlockStore], counter: ForwardCounter) -> None:
+    def __init__(self, stores: Sequence[GroupStore], counter: ForwardCounter) -> None:
         self._stores = stores
         self._counter = counter
 
@@ -58,7 +61,7 @@ class CudaCpuKv:
     """
 
     def __init__(
-        self, stores: Sequence[BlockStore], device: torch.device, num_ring_entries: int, counter: ForwardCounter
+        self, stores: Sequence[GroupStore], device: torch.device, num_ring_entries: int, counter: ForwardCounter
     ) -> None:
         self._stores = stores
         self._counter = counter
@@ -111,30 +114,37 @@ class _Batch:
 
 
 def open_cpu_kv(
-    spec: StageSpec, caches: Sequence[Sequence[LayerCache]], counter: ForwardCounter
+    spec: StageSpec, kv_caches: Sequence[LayerCache], of_head: Sequence[LayerCache], counter: ForwardCounter
 ) -> HostCpuKv | CudaCpuKv | None:
     """Return what copies a stage's blocks to CPU memory and back; None: no blocks are kept there.
 
     Args:
         spec: Which stage.
-        caches: Each of layers with the same blocks.
+        kv_caches: Of its layers.
+        of_head: Of a draft head; it has the first group's blocks.
         counter: Counts how long steps wait for copies.
 
     Raises:
         ResourceError: the machine has not so much memory to spare.
     """
-    if not spec.num_cpu_blocks:
+    if not any(group.num_cpu_blocks for group in spec.groups):
         return None
-    stores = [open_block_store(of_layers, spec.num_cpu_blocks, spec.num_staged_blocks) for of_layers in caches]
+    stores = []
+    for index, group in enumerate(spec.groups):
+        of_group = [cache for cache, at in zip(kv_caches, spec.layer_groups, strict=True) if at == index]
+        for caches in (of_group, [] if index else of_head):
+            if caches:
+                stores.append((index, open_block_store(caches, group.num_cpu_blocks, spec.num_staged_blocks)))
     device = torch.device(spec.device)
     if device.type != "cuda":
         return HostCpuKv(stores, counter)
     return CudaCpuKv(stores, device, spec.num_ring_entries, counter)
 
 
-def _copy(stores: Sequence[BlockStore], copies: BlockCopies) -> None:
-    for store in stores:
-        if len(copies.out_block_ids):
-            store.copy_out(copies.out_block_ids, copies.out_cpu_block_ids)
-        if len(copies.in_block_ids):
-            store.copy_in(copies.in_block_ids, copies.in_cpu_block_ids)
+def _copy(stores: Sequence[GroupStore], copies: BlockCopies) -> None:
+    for group, store in stores:
+        out, back = copies.out_groups == group, copies.in_groups == group
+        if out.any():
+            store.copy_out(copies.out_block_ids[out], copies.out_cpu_block_ids[out])
+        if back.any():
+            store.copy_in(copies.in_block_ids[back], copies.in_cpu_block_ids[back])

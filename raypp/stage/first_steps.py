@@ -44,9 +44,10 @@ def padding_step(
     device, most = torch.device(spec.device), spec.max_model_len
     prefill_lens = [min(most, num_prefill_tokens - start) for start in range(0, num_prefill_tokens, most)]
     lens = [decode_query_len] * num_decode_rows + prefill_lens
+    shape = (len(spec.groups), len(lens), spec.blocks_per_row + 1)
     # By the operation of real steps: the first prompt would wait for its kernel, too.
     inputs = row_inputs(
-        torch.full((1, len(lens), spec.blocks_per_row + 1), NULL_BLOCK, dtype=torch.int32, device=device),
+        torch.full(shape, NULL_BLOCK, dtype=torch.int32, device=device),
         NewEntries(*torch.empty(3, 0, dtype=torch.int64, device=device).unbind()),
         torch.arange(len(lens), device=device),
         torch.zeros(len(lens), dtype=torch.int32, device=device),

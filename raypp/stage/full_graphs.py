@@ -104,7 +104,8 @@ FULL = "full"
 _TAILS = (Needs.GREEDY, Needs.ALL)
 """The second gives each row what it asks for, and holds rows under a grammar to their masks."""
 _NUM_SLOTS = 3  # in front of all else: the slot of the step's input, whether there is any, the slot of its output
-_COLUMNS = 5  # rows; block entries: row, position, block; rows that are fed back
+_COLUMNS = 2  # rows; rows that are fed back
+_ENTRY_COLUMNS = 3  # of block entries: row of the tables, position, block; as many by group of layers
 
 
 class Ended(NamedTuple):
@@ -136,7 +137,8 @@ class FullGraphs:
         self._num_rows = 0  # of the step that was uploaded last
         self._graphs = graphs
         self._is_first = spec.is_first
-        self._uploads = UploadRing(spec.num_ring_entries, _NUM_SLOTS + _COLUMNS * spec.max_step_rows, device)
+        self._num_columns = _COLUMNS + _ENTRY_COLUMNS * len(spec.groups)
+        self._uploads = UploadRing(spec.num_ring_entries, _NUM_SLOTS + self._num_columns * spec.max_step_rows, device)
         # What the step reads: the message of the stage before; on the first stage a feedback message.
         self._input = torch.zeros(links.entering.slots.shape[1], dtype=torch.uint8, device=device)
         self._entering = MessageSlots(links.entering.slots, self._input, self._uploads.values[:1])
@@ -159,7 +161,7 @@ class FullGraphs:
             )
         # What is fed back may be a step of any K.
         buckets = {size.num_rows for size in sizes}
-        self._fed_back = {bucket: graph_batch(self._column(4, bucket), 1 + spec.max_drafts) for bucket in buckets}
+        self._fed_back = {bucket: graph_batch(self._column(1, bucket), 1 + spec.max_drafts) for bucket in buckets}
         self._padding_np = {bucket: self._padding(bucket) for bucket in buckets}
         if end is not None and graphs.makes_graphs:
             end.sampler.reserve()
@@ -209,10 +211,12 @@ class FullGraphs:
         columns, self._num_rows = entry[_NUM_SLOTS:], num_rows
         columns[:num_rows] = plan.rows
         if num_blocks:
-            for column, values in enumerate((plan.block_rows, plan.block_positions, plan.block_ids), start=1):
-                columns[column * bucket : column * bucket + num_blocks] = values
+            num_places = len(self._spec.groups) * bucket
+            for index, values in enumerate(self._layers.block_tables.columns(plan)):
+                first = _COLUMNS * bucket + index * num_places
+                columns[first : first + num_blocks] = values
         if fed_back is not None:
-            batch, first = fed_back.batch, 4 * bucket
+            batch, first = fed_back.batch, bucket
             rows_np = batch.rows_np
             if not batch.all_sample:  # a row that yielded nothing, in the middle of its prompt, has no feedback
                 rows_np = np.where(batch.samples_np, rows_np, self._spec.scrap_row)
@@ -255,20 +259,25 @@ class FullGraphs:
                 without += ("num_drafted", "num_matched")
         return ended, without
 
-    def _column(self, column: int, bucket: int) -> torch.Tensor:
+    def _column(self, column: int, bucket: int, width: int = 1) -> torch.Tensor:
         first = _NUM_SLOTS + column * bucket
-        return self._uploads.values[first : first + bucket]
+        return self._uploads.values[first : first + width * bucket]
 
     def _batch(self, size: FullSize) -> StepBatch:
         batch = graph_batch(self._column(0, size.num_rows), 1 + size.num_drafts)
-        batch.entries = NewEntries(*(self._column(column, size.num_rows) for column in (1, 2, 3)))
+        width = len(self._spec.groups)
+        batch.entries = NewEntries(
+            *(self._column(_COLUMNS + index * width, size.num_rows, width) for index in range(_ENTRY_COLUMNS))
+        )
         return batch
 
     def _padding(self, bucket: int) -> Int64s:
-        """Return what is uploaded for a step of padding alone, int64 [3 + 5 * bucket]."""
-        scrap_row = self._spec.scrap_row
-        columns = np.array([self._spec.padding_row, scrap_row, 0, NULL_BLOCK, scrap_row], np.int64)
-        return np.concatenate((np.zeros(_NUM_SLOTS, np.int64), np.repeat(columns, bucket)))
+        """Return what is uploaded for a step of padding alone, int64 [3 + columns * bucket]."""
+        scrap_row, width = self._spec.scrap_row, len(self._spec.groups)
+        values = np.array([self._spec.padding_row, scrap_row, scrap_row, 0, NULL_BLOCK], np.int64)
+        return np.concatenate(
+            (np.zeros(_NUM_SLOTS, np.int64), np.repeat(values, [bucket] * _COLUMNS + [width * bucket] * _ENTRY_COLUMNS))
+        )
 
     def _body(self, batch: StepBatch) -> tuple[torch.Tensor, LastHidden | None]:
         """Run the layers; return the slots of the tokens in the KV cache, and on the last stage what they gave."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from raypp.messages import NO_INT32S, NULL_BLOCK, Int32s, StepPlan
 from raypp.ops.host_to_device import to_device, to_device_together
@@ -40,8 +41,10 @@ class BlockTables:
         self._device = device
         self._no_entries = NewEntries(*torch.empty(3, 0, dtype=torch.int64, device=device).unbind())
         num_entries = spec.blocks_per_row + 1
-        self.tables = torch.full((1, spec.max_num_seqs, num_entries), NULL_BLOCK, dtype=torch.int32, device=device)
-        """All tables, int32 [1, max_num_seqs, W]; their address never changes."""
+        self._num_rows = spec.max_num_seqs
+        shape = (len(spec.groups), spec.max_num_seqs, num_entries)
+        self.tables = torch.full(shape, NULL_BLOCK, dtype=torch.int32, device=device)
+        """All tables, int32 [groups of layers, max_num_seqs, W]; their address never changes."""
 
     def start(self, starting: StartingRows) -> None:
         """Empty the tables of rows that start."""
@@ -52,8 +55,12 @@ class BlockTables:
         """Return what a plan brings to the tables, on the device."""
         if not len(plan.block_rows):
             return self._no_entries
-        columns = [each.astype(np.int64) for each in (plan.block_rows, plan.block_positions, plan.block_ids)]
-        return NewEntries(*to_device_together(columns, self._device))
+        return NewEntries(*to_device_together(self.columns(plan), self._device))
+
+    def columns(self, plan: StepPlan) -> list[NDArray[np.int64]]:
+        """Return the columns of a plan's `NewEntries`, on the host."""
+        rows = plan.block_groups.astype(np.int64) * self._num_rows + plan.block_rows
+        return [rows, plan.block_positions.astype(np.int64), plan.block_ids.astype(np.int64)]
 
 
 class KnownTokens:

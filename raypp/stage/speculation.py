@@ -166,8 +166,9 @@ def _head_kv_cache(spec: StageSpec, head: DraftHead | None, device: torch.device
         )
     layer = head.config.layer
     dtype: torch.dtype = getattr(torch, spec.kv_dtype)
-    sizes = (layer.num_kv_heads, layer.head_dim, layer.head_dim)
-    return allocate_layer_cache(spec.num_blocks, spec.block_size, *sizes, dtype, device)
+    cache = layer.attention[0].cache
+    sizes = (cache.num_kv_heads, cache.k_dim, cache.v_dim)
+    return allocate_layer_cache(spec.groups[0].num_blocks, spec.block_size, *sizes, dtype, device)
 
 
 def _by_row(batch: StepBatch, chosen: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -103,8 +103,8 @@ class Stage:
             self._next_inputs = NextInputs(spec, device, self._known_tokens, links.feedback_in, schemas.feedback)
         self._end = self._make_end(spec) if spec.is_last else None
         speculation = None if self._end is None else self._end.speculation
-        of_head = [] if speculation is None else [[cache] for cache in speculation.head_kv_caches]
-        self._cpu_kv = open_cpu_kv(spec, [kv_caches, *of_head], tracer.forwards)
+        of_head = [] if speculation is None else speculation.head_kv_caches
+        self._cpu_kv = open_cpu_kv(spec, kv_caches, of_head, tracer.forwards)
 
         sampler = None if self._end is None else self._end.sampler
         if device.type == "cuda":
@@ -135,12 +135,12 @@ class Stage:
         widest_result = spec.max_step_rows * (1 + 3 + 2 * spec.max_drafts)
         self._results = ResultRing(spec.num_ring_entries, widest_result, device)
         if spec.max_drafts:
-            speculation = Speculation(spec, device, tokens, self._model.draft_head, self._block_tables.tables)
+            speculation = Speculation(spec, device, tokens, self._model.draft_head, self._block_tables.tables[:1])
         return StepEnd(tokens, sampler, GrammarMasks(spec, device), speculation, device)
 
     def pad_to(self, sizes: StepSizes) -> None:
         """Pad steps to these sizes, which all stages have. Before any step."""
-        self._padding = StepPadding(sizes)
+        self._padding = StepPadding(sizes, len(self._block_tables.tables))
 
     def bind_thread(self) -> None:
         """Make what the calling thread does on a GPU go to the stage's own, in a stream of its own. Before any step."""

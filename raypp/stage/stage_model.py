@@ -20,8 +20,8 @@ class StageModel(Protocol):
     hidden_size: int
 
     @property
-    def attention_size(self) -> int:
-        """Elements of attention's output per token, Hq * D."""
+    def attention_sizes(self) -> tuple[int, ...]:
+        """Elements of attention's output per token, Hq * Dv, of any of the layers; all differ."""
 
     @property
     def can_be_recorded(self) -> bool:

@@ -110,8 +110,11 @@ class PiecewiseLayers:
         size, device, dtype = sizes[0], torch.device(spec.device), getattr(torch, spec.dtype)
         self._hidden = torch.zeros(size, model.hidden_size, dtype=dtype, device=device)
         self._positions = torch.zeros(size, dtype=torch.int64, device=device)
-        self._slots = (torch.full((size,), NULL_BLOCK * spec.block_size, dtype=torch.int64, device=device),)
-        self._attended = torch.zeros(size, model.attention_size, dtype=dtype, device=device)
+        slots = torch.full((len(spec.groups), size), NULL_BLOCK * spec.block_size, dtype=torch.int64, device=device)
+        self._slots = slots.unbind()
+        self._attended = {
+            width: torch.zeros(size, width, dtype=dtype, device=device) for width in model.attention_sizes
+        }
         self._output = torch.zeros(size, model.hidden_size, dtype=dtype, device=device)
         self._batches: dict[int, AttentionBatch] = {}  # by bucket: the same object for all steps, as captured
 
@@ -139,7 +142,7 @@ class PiecewiseLayers:
         for slots, of_step in zip(self._slots, attention.slot_mappings, strict=True):
             slots[:num_tokens].copy_(of_step)
         if num_tokens < bucket:
-            for buffer in (self._hidden, self._positions, *self._slots, self._attended):
+            for buffer in (self._hidden, self._positions, *self._slots, *self._attended.values()):
                 buffer[num_tokens:bucket].zero_()
         self._graphs.run((PIECEWISE, bucket))
         return self._output[:num_tokens]
@@ -155,7 +158,7 @@ class PiecewiseLayers:
             slot_mappings=[slots[:bucket] for slots in self._slots],
             prefill_query_lens=[],
             prefill_seq_lens=[],
-            padded_out={self._attended.shape[1]: self._attended[:bucket]},
+            padded_out={width: attended[:bucket] for width, attended in self._attended.items()},
         )
         batch.adopt(step.attention)
         self._num_tokens = bucket

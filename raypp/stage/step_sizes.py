@@ -126,7 +126,8 @@ def full_graph_size(size: FullSize) -> StepSize:
 class StepPadding:
     """Says what a step is padded to."""
 
-    def __init__(self, sizes: StepSizes) -> None:
+    def __init__(self, sizes: StepSizes, num_groups: int = 1) -> None:
+        self._num_groups = num_groups
         self._full: dict[int, list[StepSize]] = {}  # by K: what decode steps of 0, 1, 2, ... rows are padded to
         for size in sorted(sizes.full):
             of_rows = self._full.setdefault(size.num_drafts, [])
@@ -137,11 +138,12 @@ class StepPadding:
         """Return what the step is padded to.
 
         One graph takes the whole step if every row decodes with K drafts, so that all have the same number of tokens,
-        and none starts. A graph has room for as many new blocks as it has rows: more is rare.
+        and none starts. A graph has room for as many new blocks by group of layers as it has rows: more is rare.
         """
         num_rows = len(plan.rows)
         if plan.num_decode_rows == num_rows and not len(plan.start_rows):
-            of_rows, most = self._full.get(plan.num_drafts, ()), max(num_rows, len(plan.block_rows))
+            of_rows, num_blocks = self._full.get(plan.num_drafts, ()), -(-len(plan.block_rows) // self._num_groups)
+            most = max(num_rows, num_blocks)
             if most < len(of_rows):
                 return of_rows[most]
         num_tokens = int(plan.num_scheduled_tokens.sum())

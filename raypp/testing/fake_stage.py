@@ -64,9 +64,9 @@ class FakeModel:
         return hidden
 
     @property
-    def attention_size(self) -> int:
+    def attention_sizes(self) -> tuple[int, ...]:
         """There is no attention."""
-        return 1
+        return ()
 
     @property
     def can_be_recorded(self) -> bool:

@@ -72,7 +72,7 @@ def test_layers(tmp_path, shape):
     generator = torch.Generator(CUDA).manual_seed(1)
     with torch.inference_mode():
         for count in (FEWEST[shape], 100, 128, 256, 511, 1024, MOST_TOKENS):
-            sizes = (config.hidden_size, model.attention_size)
+            sizes = (config.hidden_size, model.attention_sizes[0])
             hidden, attended = (
                 torch.randn(count, size, generator=generator, device=CUDA, dtype=BF16) for size in sizes
             )

@@ -59,8 +59,16 @@ def _plan(path: Path, seed: int, **more: object) -> EnginePlan:
     plan = plan_engine(EngineConfig.from_flat(str(path), **(settings | more)), Hardware(1))
     if not is_tight:
         return plan
+    return with_few_blocks(plan, 5)
+
+
+def with_few_blocks(plan: EnginePlan, num_more: int) -> EnginePlan:
+    """Return the plan with groups with a window that have `num_more` blocks beside those of one request."""
+    limits = plan.scheduler_limits()
     few = [
-        group if group.window is None else replace(group, num_blocks=min(group.num_blocks, 3 + 200 // block_size))
+        group
+        if group.window is None
+        else replace(group, num_blocks=1 + limits.num_held_blocks(group, limits.max_model_len) + num_more)
         for group in plan.groups
     ]
     return replace(plan, groups=tuple(few))
@@ -109,9 +117,9 @@ def test_a_text_of_5000_tokens_through_windows_of_64(tmp_path):
     path = make_mixed(tmp_path, 5)
     settings = {"num_stages": 2, "max_model_len": 6000, "max_num_batched_tokens": 256, "num_kv_blocks": 400}
     plan = plan_engine(EngineConfig.from_flat(str(path), **settings, stage_num_threads=1), Hardware(1))
-    few = [group if group.window is None else replace(group, num_blocks=26) for group in plan.groups]
-    assert len(few) > 1
-    engine = LocalEngine(replace(plan, groups=tuple(few)))
+    plan = with_few_blocks(plan, 4)
+    assert max(group.num_blocks for group in plan.groups[1:]) < 20
+    engine = LocalEngine(plan)
     rng = random.Random(0)
     prompt = [rng.randrange(plan.model.vocab_size) for _ in range(5000)]
     comparison = ExactComparison()

@@ -56,7 +56,7 @@ def _check(model, own, compiled, counts, dtype=torch.float32, **tolerance):
         for layer, twin, count in zip(itertools.cycle(compiled), itertools.cycle(own), counts, strict=False):
             assert isinstance(layer, CompiledLayer)
             hidden = torch.randn(count, model.hidden_size, generator=generator).to(dtype)
-            attended = torch.randn(count, model.attention_size, generator=generator).to(dtype)
+            attended = torch.randn(count, model.attention_sizes[0], generator=generator).to(dtype)
             before = layer.before_attention(hidden)
             torch.testing.assert_close(before, twin.before_attention(hidden), **tolerance)
             after = layer.after_attention(hidden.clone(), attended)

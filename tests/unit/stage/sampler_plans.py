@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from raypp.messages import StepPlan, pack, unpack
+from raypp.messages import BlockGroup, StepPlan, pack, unpack
 from raypp.ops.row_tokens import RowTokens, StepTokens
 from raypp.request import Request
 from raypp.row_params import Needs
@@ -41,7 +41,8 @@ def spec(*, max_num_seqs: int = 8, max_drafts: int = 0) -> StageSpec:
         max_model_len=1024,
         vocab_size=VOCAB_SIZE,
         block_size=16,
-        num_blocks=100,
+        groups=(BlockGroup(100),),
+        layer_groups=(0,),
         max_drafts=max_drafts,
         transport="local",
         link_timeout_s=1.0,
