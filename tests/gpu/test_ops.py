@@ -371,7 +371,7 @@ def test_prefill(way, prefill, scales):
     heads = Heads(*HEADS_8B, None, *(scales or ()))
     kv_dtype = BF16 if scales is None else FP8
     attention = (
-        SdpaPrefill(BLOCK_SIZE)
+        SdpaPrefill(heads, BLOCK_SIZE, BF16)
         if way == "torch"
         else FlashInferPrefill(heads, BLOCK_SIZE, BF16, kv_dtype, 3, CUDA, 0 if way == "copy" else math.inf)
     )
@@ -389,7 +389,7 @@ def test_prefill(way, prefill, scales):
                 for side in checks.as_read(cache, scales)
             )
             tokens = slice(begin, begin + count)
-            kernels.assert_close(out[tokens], reference.attention(q[tokens], keys, values, heads.scale), heads.v_scale)
+            kernels.assert_close(out[tokens], reference.attention(q[tokens], keys, values, heads), heads.v_scale)
             begin += count
 
 
@@ -469,7 +469,7 @@ def _decode_chain(kernels, num_layers, num_rows, hidden=1024, intermediate=3072,
                 for made in (device_kernels, TorchKernels(BF16))
             ]
         )
-    _, cache, lens, tables = checks.decode_step(kernels, [100] * num_rows, 1, *heads, BLOCK_SIZE)
+    _, cache, lens, tables = checks.decode_step(kernels, [100] * num_rows, 1, layer_heads, BLOCK_SIZE)
     caches = [checks.of_sides(torch.clone, cache) for _ in layers]
     frequencies = 1.0 / 1e6 ** (torch.arange(0, head_dim, 2, device=CUDA) / head_dim)
 
@@ -535,11 +535,10 @@ def test_overlapping_kernels_see_what_came_before():
 
 
 def test_decode_in_a_graph_follows_lengths_and_tables():
-    kernels = checks.Kernels(BF16)
-    q, cache, lens, tables = checks.decode_step(kernels, [2000] * 6, 3, *HEADS_8B, BLOCK_SIZE)
+    kernels, heads = checks.Kernels(BF16), Heads(*HEADS_8B)
+    q, cache, lens, tables = checks.decode_step(kernels, [2000] * 6, 3, heads, BLOCK_SIZE)
     decode = TritonDecode(*HEADS_8B, 3, Device.of(CUDA), Workspace(CUDA))
     out = torch.empty_like(q)
-    heads = Heads(*HEADS_8B)
     decode(q, cache, lens, tables, 3, heads, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -549,7 +548,7 @@ def test_decode_in_a_graph_follows_lengths_and_tables():
         lens.copy_(torch.randint(3, 2000, (6,), generator=generator).int())
         tables.copy_(tables[torch.randperm(6, generator=generator)].clone())
         graph.replay()
-        kernels.assert_close(out, reference.decode_attention(q, cache, lens, tables, 3, heads.scale))
+        kernels.assert_close(out, reference.decode_attention(q, cache, lens, tables, 3, heads))
 
 
 @pytest.mark.parametrize("scales", [None, (0.05, 2.0)])
