@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -149,7 +149,8 @@ def measure_attention(shape: Shape, query_len: int = 1) -> Figures:
         )
     ]
     small = Cache(shape, 1, 64, query_len)
-    arguments = small.seq_lens, small.tables, query_len, 0.1, torch.empty_like(small.q)
+    heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    arguments = small.seq_lens, small.tables, query_len, heads, torch.empty_like(small.q)
     compile_ahead([partial(decode, small.q, small.caches[0], *arguments, tuning) for tuning in tried])
     for rows, context in [(1, 640), (1, 8192), (16, 1024), (32, 640), (64, 1024), (128, 640), (256, 768)]:
         try:
@@ -200,6 +201,29 @@ def _measure_decode(
     chosen = decode.cut(rows, query_len)
     print(f"{rows:>4} x {context:<5} {times} floor {floor} {chosen} best {best}", flush=True)
     return times | {"floor_us": floor, "best": best}
+
+
+def measure_windows() -> Figures:
+    """Decode attention of a layer with a window, at 32k tokens: against its bytes, and against all tokens."""
+    device, figures, context = _device(), Figures(), 32768
+    kinds = {
+        "gemma3_27b": Heads(32, 16, 128, window=1024),
+        "qwen3_8b, window 1024": Heads(32, 8, 128, window=1024),
+        "gpt_oss": Heads(64, 8, 64, window=128, sinks=torch.zeros(64, device="cuda")),
+    }
+    for (name, heads), rows in itertools.product(kinds.items(), (1, 16)):
+        shape = Shape(0, 0, heads.num_heads, heads.num_kv_heads, 1, heads.head_dim)
+        cache, workspace = Cache(shape, rows, context), Workspace(torch.device("cuda"))
+        decode = TritonDecode(shape.num_heads, shape.num_kv_heads, shape.head_dim, 1, device, workspace)
+        out, times = torch.empty_like(cache.q), Figures()
+        for way, of_layer in {"window": heads, "all": replace(heads, window=None)}.items():
+            arguments = cache.seq_lens, cache.tables, 1, of_layer, out
+            times[f"{way}_us"] = try_us([partial(decode, cache.q, kv, *arguments) for kv in cache.caches])
+        assert heads.window is not None
+        times["window_floor_us"] = round(cache.num_bytes * heads.window / context / BYTES_PER_US, 2)
+        print(f"{name:<22}{rows:>4} x {context} {times}", flush=True)
+        figures[f"{name} {rows}"] = times
+    return figures
 
 
 def measure_small(shape: Shape) -> Figures:
@@ -379,6 +403,7 @@ SECTIONS: dict[str, Callable[[], Figures]] = {
     "attention_qwen3_8b": partial(measure_attention, SHAPES["qwen3_8b"]),
     "attention_qwen3_0_6b": partial(measure_attention, SHAPES["qwen3_0_6b"]),
     "attention_drafts_qwen3_8b": partial(measure_attention, SHAPES["qwen3_8b"], 5),
+    "attention_windows": measure_windows,
     "small_qwen3_8b": partial(measure_small, SHAPES["qwen3_8b"]),
     "sampling": measure_sampling,
 }

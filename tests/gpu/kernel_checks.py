@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import reference_ops as reference
@@ -169,6 +170,21 @@ Scales = tuple[float, float]
 """Of keys and values in a cache of 8 bits."""
 
 
+def made_heads(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    norm: HeadNorm | None = None,
+    scales: Scales | None = None,
+    *,
+    has_sinks: bool = False,
+    **settings: Any,
+) -> Heads:
+    """Return heads with settings of `Heads`; sinks are as large as scores, and differ."""
+    sinks = torch.linspace(-2.0, 3.0, num_heads, device=DEVICE) if has_sinks else None
+    return Heads(num_heads, num_kv_heads, head_dim, norm, *(scales or ()), sinks=sinks, **settings)
+
+
 def of_sides(change: Callable[[torch.Tensor], torch.Tensor], cache: LayerCache) -> LayerCache:
     """Return a cache whose keys and values are changed."""
     return LayerCache(*map(change, cache))
@@ -199,18 +215,19 @@ def check_heads(
     head_dim: int,
     has_norm: bool,
     scales: Scales | None = None,
+    v_dim: int | None = None,
 ) -> None:
     """Norm, rotation and append, at positions up to 100,000; with scales to a cache in 8 bits."""
     kernels = Kernels(dtype, seed=num_tokens)
     norm = HeadNorm(kernels.normal(head_dim), kernels.normal(head_dim), 1e-6) if has_norm else None
-    heads = Heads(num_heads, num_kv_heads, head_dim, norm, *(scales or ()))
+    heads = made_heads(num_heads, num_kv_heads, head_dim, norm, scales, v_dim=v_dim)
     block_size, num_blocks = 16, 1 + num_tokens
-    qkv = kernels.normal(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
+    qkv = kernels.normal(num_tokens, qkv_width(heads))
     positions = torch.tensor([kernels.rng.choice((0, 1, 77, 4095, 100_000)) for _ in range(num_tokens)], device=DEVICE)
     slots = kernels.rng.sample(range(block_size, num_blocks * block_size), num_tokens)
     slot_mapping = torch.tensor(slots, dtype=torch.int64, device=DEVICE)
     frequencies = (1.0 / 10000.0 ** (torch.arange(0, head_dim, 2) / head_dim)).to(DEVICE)
-    cache = LayerCache(*kernels.normal(2, num_blocks, num_kv_heads, block_size, head_dim))
+    cache = normal_cache(kernels, num_blocks, block_size, heads)
     cache = cache if scales is None else of_sides(to_fp8, cache)
     expected_cache = of_sides(torch.clone, as_read(cache, scales))
     expected = reference.append_heads(qkv, heads, positions, frequencies, slot_mapping, expected_cache)
@@ -221,22 +238,40 @@ def check_heads(
     assert_cached(kernels, cache, expected_cache, scales)
 
 
-def check_gather(dtype: torch.dtype, seq_lens: list[int], num_kv_heads: int, scales: Scales | None = None) -> None:
+def qkv_width(heads: Heads) -> int:
+    return (heads.num_heads + heads.num_kv_heads) * heads.head_dim + heads.num_kv_heads * heads.value_dim
+
+
+def normal_cache(kernels: Kernels, num_blocks: int, block_size: int, heads: Heads) -> LayerCache:
+    """Return a cache of random numbers."""
+    sizes = num_blocks, heads.num_kv_heads, block_size
+    return LayerCache(kernels.normal(*sizes, heads.head_dim), kernels.normal(*sizes, heads.value_dim))
+
+
+def check_gather(
+    dtype: torch.dtype,
+    seq_lens: list[int],
+    num_kv_heads: int,
+    scales: Scales | None = None,
+    v_dim: int | None = None,
+) -> None:
     """Rows' keys and values come out of shuffled blocks, one after the other, and nothing else comes."""
     kernels = Kernels(dtype, seed=len(seq_lens))
     block_size, head_dim = 16, 64
-    _, cache, _, tables = decode_step(kernels, seq_lens, 1, num_kv_heads, num_kv_heads, head_dim, block_size)
+    heads = made_heads(num_kv_heads, num_kv_heads, head_dim, None, scales, v_dim=v_dim)
+    _, cache, _, tables = decode_step(kernels, seq_lens, 1, heads, block_size)
     cache = cache if scales is None else of_sides(to_fp8, cache)
     starts = torch.tensor([0, *itertools.accumulate(seq_lens)], dtype=torch.int32, device=DEVICE)
-    out = torch.full((2, sum(seq_lens) + 3, num_kv_heads, head_dim), 7.0, dtype=dtype, device=DEVICE)
-    heads = Heads(num_kv_heads, num_kv_heads, head_dim, None, *(scales or ()))
+    sizes = sum(seq_lens) + 3, num_kv_heads
+    out = [torch.full((*sizes, dim), 7.0, dtype=dtype, device=DEVICE) for dim in (head_dim, heads.value_dim)]
     gather_heads(cache, tables, starts, -(-max(seq_lens) // block_size), heads, out[0], out[1], kernels.device)
-    expected = torch.full_like(out, 7.0)
+    expected = [torch.full_like(side, 7.0) for side in out]
     for row, (begin, length) in enumerate(zip(starts.tolist(), seq_lens, strict=False)):
         of_row = LayerCache(*(side[tables[row].long()] for side in cache))
         for side, read in zip(expected, as_read(of_row, scales), strict=True):
             side[begin : begin + length] = read.transpose(1, 2).flatten(0, 1)[:length].to(dtype)
-    assert torch.equal(out, expected)
+    for side, expected_side in zip(out, expected, strict=True):
+        assert torch.equal(side, expected_side)
 
 
 def check_decode(
@@ -249,21 +284,23 @@ def check_decode(
     tuning: DecodeTuning | None = None,
     block_size: int = 16,
     scales: Scales | None = None,
+    **settings: Any,
 ) -> None:
     """Split decode attention over shuffled blocks; run twice, since the counters must be back at 0."""
     kernels = Kernels(dtype, seed=len(seq_lens))
-    decode = TritonDecode(num_heads, num_kv_heads, head_dim, query_len, kernels.device, kernels.workspace)
+    heads = made_heads(num_heads, num_kv_heads, head_dim, None, scales, **settings)
+    sizes = num_heads, num_kv_heads, head_dim, query_len
+    decode = TritonDecode(*sizes, kernels.device, kernels.workspace, heads.value_dim)
     kernels.workspace.reserve(1 << 20)
-    q, cache, lens, tables = decode_step(kernels, seq_lens, query_len, num_heads, num_kv_heads, head_dim, block_size)
-    heads = Heads(num_heads, num_kv_heads, head_dim, None, *(scales or ()))
+    q, cache, lens, tables = decode_step(kernels, seq_lens, query_len, heads, block_size)
     cache = cache if scales is None else of_sides(to_fp8, cache)
-    expected = reference.decode_attention(q, as_read(cache, scales), lens, tables, query_len, heads.scale)
-    first, second = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan)
+    expected = reference.decode_attention(q, as_read(cache, scales), lens, tables, query_len, heads)
+    first, second = (torch.full_like(expected, torch.nan) for _ in range(2))
     decode(q, cache, lens, tables, query_len, heads, first, tuning)
     decode(q, cache, lens, tables, query_len, heads, second, tuning)
     kernels.assert_close(first, expected, heads.v_scale)
     assert torch.equal(first, second)
-    in_8_bits = torch.empty_like(q, dtype=torch.float8_e5m2)
+    in_8_bits = torch.empty_like(expected, dtype=torch.float8_e5m2)
     decode(q, cache, lens, tables, query_len, heads, in_8_bits, tuning)
     kernels.assert_narrowed(in_8_bits, first, torch.float8_e5m2, 0.25)
     assert not kernels.workspace.counters.any()
@@ -279,26 +316,28 @@ def check_fused_decode(
     has_norm: bool,
     tuning: DecodeTuning | None = None,
     scales: Scales | None = None,
+    **settings: Any,
 ) -> None:
     """Attention from the projection on, against norm, rotation and append, then attention."""
     kernels = Kernels(dtype, seed=len(seq_lens))
     norm = HeadNorm(kernels.normal(head_dim), kernels.normal(head_dim), 1e-6) if has_norm else None
-    heads = Heads(num_heads, num_kv_heads, head_dim, norm, *(scales or ()))
-    decode = TritonDecode(num_heads, num_kv_heads, head_dim, query_len, kernels.device, kernels.workspace)
+    heads = made_heads(num_heads, num_kv_heads, head_dim, norm, scales, **settings)
+    sizes = num_heads, num_kv_heads, head_dim, query_len
+    decode = TritonDecode(*sizes, kernels.device, kernels.workspace, heads.value_dim)
     kernels.workspace.reserve(1 << 20)
     block_size = 16
-    q, cache, lens, tables = decode_step(kernels, seq_lens, query_len, num_heads, num_kv_heads, head_dim, block_size)
+    q, cache, lens, tables = decode_step(kernels, seq_lens, query_len, heads, block_size)
     positions = torch.cat([torch.arange(length - query_len, length) for length in seq_lens]).to(DEVICE)
     rows = torch.arange(len(seq_lens), device=DEVICE).repeat_interleave(query_len)
     slot_mapping = tables[rows, positions // block_size].long() * block_size + positions % block_size
-    qkv = kernels.normal(len(q), (num_heads + 2 * num_kv_heads) * head_dim)
+    qkv = kernels.normal(len(q), qkv_width(heads))
     frequencies = (1.0 / 10000.0 ** (torch.arange(0, head_dim, 2) / head_dim)).to(DEVICE)
     poison(cache, [length - query_len for length in seq_lens], tables)  # the step's own are still to be written
     cache = cache if scales is None else of_sides(to_fp8, cache)
     expected_cache = of_sides(torch.clone, as_read(cache, scales))
     q = reference.append_heads(qkv, heads, positions, frequencies, slot_mapping, expected_cache)
     by = rotation_table(positions, frequencies, kernels.device)
-    outputs = [torch.full_like(q, torch.nan) for _ in range(2)]
+    outputs = [torch.full((*q.shape[:2], heads.value_dim), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2)]
     for out in outputs:
         decode.from_projection(qkv, heads, by, slot_mapping, cache, lens, tables, query_len, out, tuning)
     read, clean, expected_clean = as_read(cache, scales), [], []
@@ -310,7 +349,7 @@ def check_fused_decode(
     assert_cached(kernels, LayerCache(*clean), LayerCache(*expected_clean), scales)
     # The step's own tokens are attended to as the cache holds them.
     attended = expected_cache if scales is None else read
-    expected = reference.decode_attention(q, attended, lens, tables, query_len, heads.scale)
+    expected = reference.decode_attention(q, attended, lens, tables, query_len, heads)
     kernels.assert_close(outputs[0], expected, 2 * heads.v_scale)
     assert torch.equal(*outputs)
     assert not kernels.workspace.counters.any()
@@ -320,23 +359,24 @@ def decode_step(
     kernels: Kernels,
     seq_lens: list[int],
     query_len: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    heads: Heads,
     block_size: int,
 ) -> tuple[torch.Tensor, LayerCache, torch.Tensor, torch.Tensor]:
     """Return queries, cache, lengths and tables of decode rows.
 
     What does not belong to a row is infinite or no number: places behind its length, and the null block, in which every
-    table ends.
+    table ends, and to which entries lead that lie wholly before what a window shows.
     """
     width = -(-max(seq_lens) // block_size) + 1
     blocks = kernels.rng.sample(range(1, 1 + width * len(seq_lens)), width * len(seq_lens))
     tables = torch.tensor(blocks, dtype=torch.int32, device=DEVICE).view(len(seq_lens), width)
-    cache = LayerCache(*kernels.normal(2, 1 + len(blocks), num_kv_heads, block_size, head_dim))
+    cache = normal_cache(kernels, 1 + len(blocks), block_size, heads)
     tables[:, -1] = 0
     poison(cache, seq_lens, tables)
-    q = kernels.normal(len(seq_lens) * query_len, num_heads, head_dim)
+    if heads.window is not None:
+        for table, length in zip(tables, seq_lens, strict=True):
+            table[: max(0, length - query_len + 1 - heads.window) // block_size] = 0
+    q = kernels.normal(len(seq_lens) * query_len, heads.num_heads, heads.head_dim)
     return q, cache, torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), tables
 
 
@@ -357,15 +397,16 @@ def check_rotation(num_tokens: int, head_dim: int, scale: float) -> None:
 
 def check_cut_lengths(dtype: torch.dtype) -> None:
     """A row that claims more tokens than its table holds attends to those of the table, and hurts no other row."""
-    kernels, heads, block_size = Kernels(dtype), (4, 2, 64), 16
-    q, cache, lens, tables = decode_step(kernels, [64, 64], 1, *heads, block_size)
+    kernels, sizes, block_size = Kernels(dtype), (4, 2, 64), 16
+    heads = Heads(*sizes)
+    q, cache, lens, tables = decode_step(kernels, [64, 64], 1, heads, block_size)
     cache = of_sides(
         lambda side: side.nan_to_num(1.0, 1.0, -1.0), cache
     )  # the table's last block, the null block, is attended to here
-    decode = TritonDecode(*heads, 1, kernels.device, kernels.workspace)
-    expected = reference.decode_attention(q, cache, lens.new_tensor([64, 80]), tables, 1, 0.125)
+    decode = TritonDecode(*sizes, 1, kernels.device, kernels.workspace)
+    expected = reference.decode_attention(q, cache, lens.new_tensor([64, 80]), tables, 1, heads)
     out = torch.empty_like(q)
-    decode(q, cache, lens.new_tensor([64, 10_000]), tables, 1, Heads(*heads), out)
+    decode(q, cache, lens.new_tensor([64, 10_000]), tables, 1, heads, out)
     kernels.assert_close(out, expected)
 
 

@@ -22,17 +22,30 @@ def apply_rotary(heads: torch.Tensor, positions: torch.Tensor, inverse_frequenci
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(heads.dtype)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return one sequence's causal attention, [Q, Hq, D]; the queries are its last Q tokens.
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads) -> torch.Tensor:
+    """Return one sequence's causal attention, [Q, Hq, Dv]; the queries are its last Q tokens.
 
-    Shapes: q [Q, Hq, D]; k, v [L, Hk, D], all of the sequence. Computed in float32.
+    Shapes: q [Q, Hq, Dk]; k [L, Hk, Dk] and v [L, Hk, Dv], all of the sequence. What no query sees may be anything.
+    Computed in float32.
     """
     (query_len, num_heads, _), (seq_len, num_kv_heads, _) = q.shape, k.shape
     keys = k.float().repeat_interleave(num_heads // num_kv_heads, dim=1)
     values = v.float().repeat_interleave(num_heads // num_kv_heads, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
-    future = torch.arange(seq_len) > torch.arange(seq_len - query_len, seq_len)[:, None]
-    weights = scores.masked_fill(future.to(q.device), -torch.inf).softmax(-1)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * heads.scale
+    if heads.soft_cap is not None:
+        scores = heads.soft_cap * torch.tanh(scores / heads.soft_cap)
+    key_positions = torch.arange(seq_len)
+    query_positions = torch.arange(seq_len - query_len, seq_len)[:, None]
+    sees = key_positions <= query_positions
+    if heads.window is not None:
+        sees &= key_positions > query_positions - heads.window
+    sees = sees.to(q.device)
+    scores = scores.masked_fill(~sees, -torch.inf)
+    if heads.sinks is not None:
+        sinks = heads.sinks.float()[:, None, None].expand(-1, query_len, 1)
+        scores = torch.cat((scores, sinks), 2)
+    weights = scores.softmax(-1)[:, :, :seq_len]
+    values = values.masked_fill(~sees.any(0)[:, None, None], 0)
     return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
 
 
@@ -44,13 +57,13 @@ def paged_attention(
     query_lens: list[int],
     seq_lens: list[int],
     block_tables: torch.Tensor,
-    scale: float,
+    heads: Heads,
 ) -> torch.Tensor:
-    """Write k and v into the cache and attend, row by row and token by token. Returns [T, Hq, D].
+    """Write k and v into the cache and attend, row by row and token by token. Returns [T, Hq, Dv].
 
-    Shapes: q [T, Hq, D]; k, v [T, Hk, D]; block_tables [R, blocks].
+    Shapes: q [T, Hq, Dk]; k [T, Hk, Dk]; v [T, Hk, Dv]; block_tables [R, blocks].
     """
-    block_size, out, start = cache.keys.shape[2], torch.empty_like(q), 0
+    block_size, out, start = cache.keys.shape[2], q.new_empty(*q.shape[:2], v.shape[2]), 0
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         for index in range(query_len):
             position = seq_len - query_len + index
@@ -59,7 +72,7 @@ def paged_attention(
             cache.values[block, :, position % block_size] = v[start + index]
         blocks = block_tables[row].long()
         keys, values = (side[blocks].transpose(1, 2).flatten(0, 1)[:seq_len] for side in cache)
-        out[start : start + query_len] = attention(q[start : start + query_len], keys, values, scale)
+        out[start : start + query_len] = attention(q[start : start + query_len], keys, values, heads)
         start += query_len
     return out
 
@@ -107,11 +120,13 @@ def append_heads(
 ) -> torch.Tensor:
     """Normalize and rotate the heads of a projection, write keys and values to their slots; return q, [T, Hq, D].
 
-    Shapes: qkv [T, (Hq + 2 Hk) * D]; positions, slot_mapping [T]. Computed in float32, rounded once.
+    Shapes: qkv [T, (Hq + Hk) * Dk + Hk * Dv]; positions, slot_mapping [T]. Computed in float32, rounded once.
     """
     num_heads, num_kv_heads, dtype = heads.num_heads, heads.num_kv_heads, qkv.dtype
-    split = (num_heads, num_kv_heads, num_kv_heads)
-    q, k, v = qkv.view(len(qkv), -1, heads.head_dim).float().split_with_sizes(split, 1)
+    widths = num_heads * heads.head_dim, num_kv_heads * heads.head_dim, num_kv_heads * heads.value_dim
+    counts = num_heads, num_kv_heads, num_kv_heads
+    parts = zip(qkv.float().split_with_sizes(widths, 1), counts, strict=True)
+    q, k, v = (part.view(len(qkv), count, -1) for part, count in parts)
     if heads.norm is not None:
         q = rms_norm(q, heads.norm.q_weight, heads.norm.eps)
         k = rms_norm(k, heads.norm.k_weight, heads.norm.eps)
@@ -129,18 +144,18 @@ def decode_attention(
     seq_lens: torch.Tensor,
     block_tables: torch.Tensor,
     query_len: int,
-    scale: float,
+    heads: Heads,
 ) -> torch.Tensor:
-    """Return the attention of decode rows whose keys and values are in the cache already, [R * query_len, Hq, D].
+    """Return the attention of decode rows whose keys and values are in the cache already, [R * query_len, Hq, Dv].
 
-    Shapes: q [R * query_len, Hq, D]; seq_lens [R]; block_tables [R, W].
+    Shapes: q [R * query_len, Hq, Dk]; seq_lens [R]; block_tables [R, W].
     Lengths past a table's end are cut there.
     """
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], heads.value_dim)
     for row, (table, seq_len) in enumerate(zip(block_tables.long(), seq_lens.tolist(), strict=True)):
         keys, values = (side[table].transpose(1, 2).flatten(0, 1)[:seq_len] for side in cache)
         tokens = slice(row * query_len, (row + 1) * query_len)
-        out[tokens] = attention(q[tokens], keys, values, scale)
+        out[tokens] = attention(q[tokens], keys, values, heads)
     return out
 
 

@@ -29,7 +29,7 @@ from raypp.ops.cuda.experts import ExpertCut, ExpertShape
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import MAX_ROWS, choose_projection, input_type_in_8_bits
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, fold_norm
-from raypp.ops.cuda.step_attention import FlashInferPrefill, SdpaPrefill
+from raypp.ops.cuda.step_attention import FlashInferPrefill, SdpaPrefill, missing_for_flashinfer
 from raypp.ops.device_kernels import choose_kernels
 from raypp.ops.kv_cache import FP8, LayerCache
 from raypp.ops.weight import Weight
@@ -39,6 +39,18 @@ BF16 = torch.bfloat16
 BLOCK_SIZE = 16
 HEADS_8B = (32, 8, 128)
 EXPERT_SHAPES = [ExpertShape(512, 192, 60, 4), ExpertShape(2048, 768, 128, 8), ExpertShape(1024, 3584, 8, 2)]
+KINDS = [
+    ((32, 8, 128), {"window": 1000}),
+    ((32, 8, 128), {"window": 3, "has_sinks": True}),  # shorter than drafts
+    ((64, 8, 64), {"window": 128, "has_sinks": True}),  # gpt-oss
+    ((64, 8, 64), {"has_sinks": True}),
+    ((32, 16, 128), {"window": 600, "soft_cap": 50.0, "scale": 0.083}),  # Gemma 2
+    ((16, 8, 256), {"window": 70}),
+    ((64, 4, 192), {"v_dim": 128, "window": 128, "has_sinks": True}),  # MiMo: 16 query heads per KV head
+    ((8, 2, 512), {"soft_cap": 30.0}),
+    ((16, 1, 512), {"window": 100}),
+]
+"""Heads, and settings of `kernel_checks.made_heads`."""
 needs_flashinfer = pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer-python is not installed")
 
 
@@ -96,6 +108,17 @@ def test_decode_from_projection(heads, query_len, num_rows, has_norm):
     rng = random.Random(num_rows)
     seq_lens = [rng.choice((query_len, rng.randint(query_len, 3000))) for _ in range(num_rows)]
     checks.check_fused_decode(BF16, seq_lens, query_len, *heads, has_norm)
+
+
+@pytest.mark.parametrize(("heads", "settings"), KINDS, ids=str)
+@pytest.mark.parametrize("scales", [None, (0.5, 2.0)], ids=["16 bits", "fp8_kv"])
+def test_decode_of_all_kinds(heads, settings, scales):
+    rng = random.Random(3)
+    for query_len, num_rows in ((1, 1), (1, 40), (5, 3), (5, 30), (17, 2)):
+        seq_lens = [rng.choice((query_len, rng.randint(query_len, 3000))) for _ in range(num_rows)]
+        checks.check_decode(BF16, seq_lens, query_len, *heads, scales=scales, **settings)
+        checks.check_fused_decode(BF16, seq_lens, query_len, *heads, query_len == 1, scales=scales, **settings)
+        checks.check_heads(BF16, num_rows * query_len, *heads, True, scales, v_dim=settings.get("v_dim"))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 16, 40, 128, 700])
@@ -335,14 +358,22 @@ def test_rows_without_a_best():
     checks.check_rows_without_a_best(151936)
 
 
-def _prefill_batch(kernels, prefill, num_kv_heads, head_dim):
-    """Return a batch of prefill rows, given as (tokens, length), behind one decode row, and its cache."""
+def _prefill_batch(kernels, prefill, heads):
+    """Return a batch of prefill rows, given as (tokens, length), behind one decode row, and its cache.
+
+    The null block holds no number; with a window entries before it name that block.
+    """
     lengths = [40, *(length for _, length in prefill)]
     width = -(-max(lengths) // BLOCK_SIZE)
     blocks = kernels.rng.sample(range(1, 1 + width * len(lengths)), width * len(lengths))
     tables = torch.tensor(blocks, dtype=torch.int32, device=CUDA).view(len(lengths), width)
-    cache = LayerCache(*kernels.normal(2, 1 + len(blocks), num_kv_heads, BLOCK_SIZE, head_dim))
+    cache = checks.normal_cache(kernels, 1 + len(blocks), BLOCK_SIZE, heads)
+    for side in cache:
+        side[0] = torch.nan
     counts = [1, *(count for count, _ in prefill)]
+    if heads.window is not None:
+        for table, count, length in zip(tables, counts, lengths, strict=True):
+            table[: max(0, length - count + 1 - heads.window) // BLOCK_SIZE] = 0
     slots = [
         int(tables[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
         for row, (count, length) in enumerate(zip(counts, lengths, strict=True))
@@ -367,20 +398,34 @@ PREFILLS = [[(70, 70)], [(1, 1)], [(30, 100), (512, 512), (1, 300)], [(300, 1000
 @pytest.mark.parametrize("way", [*(pytest.param(way, marks=needs_flashinfer) for way in ("copy", "blocks")), "torch"])
 @pytest.mark.parametrize("scales", [None, (1.0, 1.0), (0.05, 2.0)], ids=["16 bits", "fp8_kv", "fp8_kv, scaled"])
 def test_prefill(way, prefill, scales):
+    _check_prefill(way, prefill, checks.made_heads(*HEADS_8B, None, scales), scales)
+
+
+@pytest.mark.parametrize("prefill", PREFILLS, ids=str)
+@pytest.mark.parametrize(("sizes", "settings"), KINDS, ids=str)
+@pytest.mark.parametrize("scales", [None, (0.5, 2.0)], ids=["16 bits", "fp8_kv"])
+def test_prefill_of_all_kinds(prefill, sizes, settings, scales):
+    heads = checks.made_heads(*sizes, None, scales, **settings)
+    _check_prefill("torch", prefill, heads, scales)
+    if missing_for_flashinfer(heads) is None:
+        _check_prefill("blocks", prefill, heads, scales)
+        _check_prefill("copy", prefill, heads, scales)
+
+
+def _check_prefill(way, prefill, heads, scales):
     kernels = checks.Kernels(BF16)
-    heads = Heads(*HEADS_8B, None, *(scales or ()))
     kv_dtype = BF16 if scales is None else FP8
     attention = (
-        SdpaPrefill(BLOCK_SIZE)
+        SdpaPrefill(heads, BLOCK_SIZE, BF16)
         if way == "torch"
         else FlashInferPrefill(heads, BLOCK_SIZE, BF16, kv_dtype, 3, CUDA, 0 if way == "copy" else math.inf)
     )
-    batch, cache = _prefill_batch(kernels, prefill, heads.num_kv_heads, heads.head_dim)
+    batch, cache = _prefill_batch(kernels, prefill, heads)
     cache = LayerCache(*(side.to(kv_dtype) for side in cache))
     q = kernels.normal(sum(batch.prefill_query_lens), heads.num_heads, heads.head_dim)
     plans = [attention.plan(batch, entry) for entry in range(3)]  # as steps in flight: each stays what it was
     for plan in plans:
-        out = torch.full_like(q, torch.nan)
+        out = torch.full((*q.shape[:2], heads.value_dim), torch.nan, dtype=BF16, device=CUDA)
         attention.run(plan, q, cache, heads, out)
         begin = 0
         for row, (count, length) in enumerate(prefill, 1):
@@ -389,7 +434,7 @@ def test_prefill(way, prefill, scales):
                 for side in checks.as_read(cache, scales)
             )
             tokens = slice(begin, begin + count)
-            kernels.assert_close(out[tokens], reference.attention(q[tokens], keys, values, heads.scale), heads.v_scale)
+            kernels.assert_close(out[tokens], reference.attention(q[tokens], keys, values, heads), heads.v_scale)
             begin += count
 
 
@@ -402,7 +447,7 @@ def test_plans_that_follow_each_other_in_one_entry(least_queries):
     attention = FlashInferPrefill(heads, BLOCK_SIZE, BF16, BF16, 3, CUDA, least_queries)
     steps = []
     for prefill in (PREFILLS[2], PREFILLS[1], PREFILLS[3]):
-        batch, cache = _prefill_batch(kernels, prefill, heads.num_kv_heads, heads.head_dim)
+        batch, cache = _prefill_batch(kernels, prefill, heads)
         q = kernels.normal(sum(batch.prefill_query_lens), heads.num_heads, heads.head_dim)
         expected = torch.empty_like(q)
         attention.run(attention.plan(batch, 0), q, cache, heads, expected)
@@ -421,12 +466,22 @@ def test_attention_of_a_mixed_step(prefill, has_norm):
     """The kernel set's attention as a whole, against plain torch's on the same device."""
     kernels = checks.Kernels(BF16)
     norm = HeadNorm(kernels.normal(128), kernels.normal(128), 1e-6) if has_norm else None
-    heads = Heads(*HEADS_8B, norm)
-    batch, cache = _prefill_batch(kernels, prefill, heads.num_kv_heads, heads.head_dim)
+    _check_mixed_step(kernels, prefill, Heads(*HEADS_8B, norm))
+
+
+@pytest.mark.parametrize(("sizes", "settings"), KINDS, ids=str)
+def test_attention_of_mixed_steps_of_all_kinds(sizes, settings):
+    for prefill in ([], *PREFILLS):
+        _check_mixed_step(checks.Kernels(BF16), prefill, checks.made_heads(*sizes, **settings))
+
+
+def _check_mixed_step(kernels, prefill, heads):
+    """In the step's own size, and padded as a piecewise step is."""
+    batch, cache = _prefill_batch(kernels, prefill, heads)
     num_tokens = len(batch.slot_mappings[0])
-    qkv = kernels.normal(num_tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim)
+    qkv = kernels.normal(num_tokens, checks.qkv_width(heads))
     positions = torch.randint(0, 4000, (num_tokens,), device=CUDA)
-    frequencies = 1.0 / 1e6 ** (torch.arange(0, 128, 2, device=CUDA) / 128)
+    frequencies = 1.0 / 1e6 ** (torch.arange(0, heads.head_dim, 2, device=CUDA) / heads.head_dim)
     expected_cache = checks.of_sides(torch.clone, cache)
     q = reference.append_heads(qkv, heads, positions, frequencies, batch.slot_mappings[0], expected_cache)
     k, v = (side.transpose(1, 2).flatten(0, 1)[batch.slot_mappings[0]] for side in expected_cache)
@@ -436,24 +491,38 @@ def test_attention_of_a_mixed_step(prefill, has_norm):
     assert isinstance(chosen, CudaKernels)
     attention = chosen.attention(heads)
     chosen.plan_attention(batch, 0)
+    padded_cache = checks.of_sides(torch.clone, cache)
     got = attention(qkv, chosen.rotation(positions, frequencies), cache, batch)
     for side, expected_side in zip(cache, expected_cache, strict=True):
-        kernels.assert_close(side, expected_side, 4)
+        kernels.assert_close(side[1:], expected_side[1:], 4)
     kernels.assert_close(got, expected, 2)
 
+    num_padded = num_tokens + 5
+    out = torch.full((num_padded, heads.num_heads * heads.value_dim), 7.0, dtype=BF16, device=CUDA)
+    batch.padded_out, nowhere = {out.shape[1]: out}, torch.zeros(5, dtype=torch.int64, device=CUDA)
+    batch.slot_mappings = [torch.cat((batch.slot_mappings[0], nowhere))]
+    rope = chosen.rotation(torch.cat((positions, nowhere)), frequencies)
+    padded_qkv = torch.cat((qkv, qkv.new_zeros(5, qkv.shape[1])))
+    assert attention(padded_qkv, rope, padded_cache, batch, out) is out
+    kernels.assert_close(out[:num_tokens], expected, 2)
+    assert (out[num_tokens:] == 7.0).all()
 
-def _decode_chain(kernels, num_layers, num_rows, hidden=1024, intermediate=3072, heads=(16, 8, 128)):
-    """Return a function from the residual stream to that after some layers, and its inputs."""
+
+def _decode_chain(kernels, num_layers, num_rows, hidden=1024, intermediate=3072, kinds=({},)):
+    """Return a function from the residual stream to that after some layers, and its inputs; kinds come in turn."""
     device_kernels = choose_kernels(CUDA, BF16)
-    num_heads, num_kv_heads, head_dim = heads
-    layer_heads = Heads(*heads, HeadNorm(kernels.normal(head_dim), kernels.normal(head_dim), 1e-6))
-    q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
+    heads, head_dim = (16, 8, 128), 128
     norm_weight = kernels.normal(hidden)
-    layers = []
-    for _ in range(num_layers):
+    layers, caches = [], []
+    for index in range(num_layers):
+        norm = HeadNorm(kernels.normal(head_dim), kernels.normal(head_dim), 1e-6)
+        layer_heads = checks.made_heads(*heads, norm, **kinds[index % len(kinds)])
+        kernels.rng.seed(0)  # all caches have the same tables
+        _, cache, lens, tables = checks.decode_step(kernels, [100] * num_rows, 1, Heads(*heads), BLOCK_SIZE)
+        caches.append(cache)
         weights = {
-            "qkv": kernels.normal(q_size + 2 * kv_size, hidden, scale=0.02),
-            "output": kernels.normal(hidden, q_size, scale=0.02),
+            "qkv": kernels.normal(checks.qkv_width(layer_heads), hidden, scale=0.02),
+            "output": kernels.normal(hidden, heads[0] * head_dim, scale=0.02),
             "gate_up": kernels.normal(2 * intermediate, hidden, scale=0.02),
             "down": kernels.normal(hidden, intermediate, scale=0.02),
         }
@@ -469,8 +538,6 @@ def _decode_chain(kernels, num_layers, num_rows, hidden=1024, intermediate=3072,
                 for made in (device_kernels, TorchKernels(BF16))
             ]
         )
-    _, cache, lens, tables = checks.decode_step(kernels, [100] * num_rows, 1, *heads, BLOCK_SIZE)
-    caches = [checks.of_sides(torch.clone, cache) for _ in layers]
     frequencies = 1.0 / 1e6 ** (torch.arange(0, head_dim, 2, device=CUDA) / head_dim)
 
     def forward(which, start, lens, caches):
@@ -497,10 +564,11 @@ def _decode_chain(kernels, num_layers, num_rows, hidden=1024, intermediate=3072,
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 32, 48])
-def test_layers_in_a_graph(num_rows):
+@pytest.mark.parametrize("kinds", [({},), ({"window": 20, "has_sinks": True}, {"soft_cap": 20.0}, {"window": 3})])
+def test_layers_in_a_graph(num_rows, kinds):
     """Captured once, replayed with other lengths: the bits of an eager run, and near plain torch."""
     kernels = checks.Kernels(BF16)
-    forward, lens, caches = _decode_chain(kernels, 4, num_rows)
+    forward, lens, caches = _decode_chain(kernels, 4, num_rows, kinds=kinds)
     start = kernels.normal(num_rows, 1024)
     forward(0, start, lens, caches)  # compiles, and allocates the workspace
     torch.cuda.synchronize()
@@ -534,12 +602,12 @@ def test_overlapping_kernels_see_what_came_before():
         assert torch.equal(captured, expected)
 
 
-def test_decode_in_a_graph_follows_lengths_and_tables():
-    kernels = checks.Kernels(BF16)
-    q, cache, lens, tables = checks.decode_step(kernels, [2000] * 6, 3, *HEADS_8B, BLOCK_SIZE)
+@pytest.mark.parametrize("settings", [{}, {"window": 300, "has_sinks": True}])
+def test_decode_in_a_graph_follows_lengths_and_tables(settings):
+    kernels, heads = checks.Kernels(BF16), checks.made_heads(*HEADS_8B, **settings)
+    q, cache, lens, tables = checks.decode_step(kernels, [2000] * 6, 3, Heads(*HEADS_8B), BLOCK_SIZE)
     decode = TritonDecode(*HEADS_8B, 3, Device.of(CUDA), Workspace(CUDA))
     out = torch.empty_like(q)
-    heads = Heads(*HEADS_8B)
     decode(q, cache, lens, tables, 3, heads, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -549,7 +617,7 @@ def test_decode_in_a_graph_follows_lengths_and_tables():
         lens.copy_(torch.randint(3, 2000, (6,), generator=generator).int())
         tables.copy_(tables[torch.randperm(6, generator=generator)].clone())
         graph.replay()
-        kernels.assert_close(out, reference.decode_attention(q, cache, lens, tables, 3, heads.scale))
+        kernels.assert_close(out, reference.decode_attention(q, cache, lens, tables, 3, heads))
 
 
 @pytest.mark.parametrize("scales", [None, (0.05, 2.0)])

@@ -15,16 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.kv_cache import FP8, LayerCache, as_cached, cache_rows, gather_blocks, write_kv_cache
+from raypp.ops.row_attention import additive_mask, attend_piece, capped, piece_mask, row_pieces, softmax_with_sinks
 
 GROUP_BYTES = 2 << 20
 """Gathered KV of a group of decode rows. Larger than a core's cache, and attention waits for memory."""
-_SCORES_BYTES = 32 << 20
-"""Scores of a piece of a chunk, where torch's own attention cannot compute them."""
-_LEAST_PIECE = 128  # queries of a chunk that are attended to at once, with a window
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -131,8 +128,8 @@ def _attend(
         else:
             keys, values = _gather(cache, piece.head_blocks, heads.num_kv_heads, None, None)
             keys, values = keys[:, : piece.num_keys], values[:, : piece.num_keys]
-        attend = _attend_prefill if heads.soft_cap is None and heads.sinks is None else _attend_prefill_by_parts
-        out[piece.start : piece.end] = attend(q[piece.start : piece.end], keys, values, piece.mask, heads, scale)
+        queries = q[piece.start : piece.end]
+        out[piece.start : piece.end] = attend_piece(queries, keys, values, piece.mask, heads, scale)
     return out
 
 
@@ -145,7 +142,8 @@ def _gather(
     """
     both = cache.both
     if both is not None:  # one call instead of two
-        return _gather_side(both, head_blocks, 2 * num_rows, behind, dtype).chunk(2)
+        keys, values = _gather_side(both, head_blocks, 2 * num_rows, behind, dtype).chunk(2)
+        return keys, values
     if behind is not None:
         behind = behind[: len(behind) // 2]
     head_blocks = head_blocks[: len(head_blocks) // 2]
@@ -177,75 +175,14 @@ def _attend_decode(
     if heads.soft_cap is None:
         scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale)
     else:
-        scores = _capped(torch.bmm(queries, keys.transpose(1, 2)), heads.soft_cap, scale).add_(mask)
+        scores = capped(torch.bmm(queries, keys.transpose(1, 2)), heads.soft_cap, scale).add_(mask)
     if heads.sinks is None:
         weights = scores.softmax(-1)
     else:
         sinks = heads.sinks.view(num_kv_heads, 1, -1).expand(num_rows, -1, query_len, -1)
-        weights = _softmax_with_sinks(scores, sinks.reshape(num_rows * num_kv_heads, -1))
+        weights = softmax_with_sinks(scores, sinks.reshape(num_rows * num_kv_heads, -1))
     out = torch.bmm(weights, values).view(num_rows, num_kv_heads, query_len, -1, heads.value_dim)
     return out.transpose(1, 2).reshape(len(q), heads.num_heads, heads.value_dim).to(q.dtype)
-
-
-def _attend_prefill(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    heads: Heads,
-    scale: float,
-) -> torch.Tensor:
-    """Return the output of tokens of one row, [Q, Hq, Dv].
-
-    Shapes: q [Q, Hq, Dk]; keys [Hk, L, Dk]; values [Hk, L, Dv]; mask [Q, L].
-    """
-    return (
-        F.scaled_dot_product_attention(
-            q.transpose(0, 1).unsqueeze(0),
-            keys.to(q.dtype).unsqueeze(0),
-            values.to(q.dtype).unsqueeze(0),
-            attn_mask=None if mask is None else mask.to(q.dtype),
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=heads.num_heads != heads.num_kv_heads,
-        )
-        .squeeze(0)
-        .transpose(0, 1)
-    )
-
-
-def _attend_prefill_by_parts(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    heads: Heads,
-    scale: float,
-) -> torch.Tensor:
-    """Do what `_attend_prefill` does, with a soft cap or sinks, which torch's own attention has not."""
-    assert mask is not None
-    num_queries, num_kv_heads, dtype = len(q), heads.num_kv_heads, mask.dtype
-    queries = q.view(num_queries, num_kv_heads, -1, heads.head_dim).permute(1, 2, 0, 3).to(dtype)
-    queries = queries.reshape(num_kv_heads, -1, heads.head_dim)
-    scores = torch.bmm(queries, keys.to(dtype).transpose(1, 2))
-    scores = scores.mul_(scale) if heads.soft_cap is None else _capped(scores, heads.soft_cap, scale)
-    scores.view(num_kv_heads, -1, num_queries, scores.shape[-1]).add_(mask)
-    if heads.sinks is None:
-        weights = scores.softmax(-1)
-    else:
-        weights = _softmax_with_sinks(scores, heads.sinks.repeat_interleave(num_queries).view(num_kv_heads, -1))
-    out = torch.bmm(weights, values.to(dtype)).view(num_kv_heads, -1, num_queries, heads.value_dim)
-    return out.permute(2, 0, 1, 3).reshape(num_queries, heads.num_heads, heads.value_dim).to(q.dtype)
-
-
-def _capped(products: torch.Tensor, soft_cap: float, scale: float) -> torch.Tensor:
-    return products.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
-
-
-def _softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Return the weights of scores [n, m, L] in a softmax that also has sinks [n, m]; these have no values."""
-    with_sinks = torch.cat((scores, sinks.to(scores.dtype).unsqueeze(2)), 2)
-    return with_sinks.softmax(-1)[:, :, :-1]
 
 
 def _decode_groups(cache: LayerCache, dtype: torch.dtype, batch: AttentionBatch, heads: Heads) -> list[DecodeGroup]:
@@ -320,7 +257,7 @@ def _decode_group(
     allowed = positions < bounds
     if heads.window is not None:
         allowed &= positions >= bounds - heads.window
-    mask = _additive_mask(allowed, torch.promote_types(dtype, torch.float32))  # [R, Q, L]
+    mask = additive_mask(allowed, torch.promote_types(dtype, torch.float32))  # [R, Q, L]
     group_heads = 1 if query_len == 1 else heads.num_heads // num_kv_heads
     mask = mask.view(num_rows, 1, query_len, 1, length).expand(-1, num_kv_heads, -1, group_heads, -1)
     # By numpy: how many places there are depends on the lengths, which no operation of a recording may.
@@ -349,38 +286,18 @@ def _head_blocks(cache: LayerCache, block_tables: torch.Tensor) -> torch.Tensor:
 
 
 def _prefill_pieces(cache: LayerCache, dtype: torch.dtype, batch: AttentionBatch, heads: Heads) -> list[PrefillPiece]:
-    block_size, window, pieces = cache.keys.shape[2], heads.window, list[PrefillPiece]()
-    is_plain = heads.soft_cap is None and heads.sinks is None
-    mask_dtype = dtype if is_plain else torch.promote_types(dtype, torch.float32)
+    block_size, pieces = cache.keys.shape[2], list[PrefillPiece]()
     tables, start = batch.block_tables[heads.group], batch.num_decode_rows * batch.decode_query_len
     lens = zip(batch.prefill_query_lens, batch.prefill_seq_lens, strict=True)
     for row, (query_len, seq_len) in enumerate(lens, batch.num_decode_rows):
-        num_before, size = seq_len - query_len, query_len
-        if window is not None:
-            size = max(window, _LEAST_PIECE)
-        if not is_plain:
-            size = min(size, max(1, _SCORES_BYTES // (heads.num_heads * seq_len * 4)))
-        for begin in range(0, query_len, size):
-            first_query, end = num_before + begin, num_before + min(query_len, begin + size)
-            first = 0 if window is None else max(0, first_query + 1 - window)
-            head_blocks = mask = None
+        num_before = seq_len - query_len
+        for piece in row_pieces(query_len, seq_len, heads, block_size if num_before else 1):
+            end, head_blocks = num_before + piece.end, None
             if num_before:
-                first_block = first // block_size
-                first = first_block * block_size
-                head_blocks = _head_blocks(cache, tables[row : row + 1, first_block : -(-end // block_size)])
-            if num_before or first_query or not is_plain or (window is not None and window < end):
-                positions = torch.arange(first, end, device=tables.device)
-                queries = positions[first_query - first :].unsqueeze(1)
-                allowed = positions <= queries
-                if window is not None:
-                    allowed &= positions > queries - window
-                mask = _additive_mask(allowed, mask_dtype)
-            tokens = (start + begin, start + end - num_before)
-            pieces.append(PrefillPiece(*tokens, start + first, end - first, head_blocks, mask))
+                blocks = slice(piece.first // block_size, -(-end // block_size))
+                head_blocks = _head_blocks(cache, tables[row : row + 1, blocks])
+            mask = piece_mask(piece, num_before, heads, dtype, tables.device)
+            tokens = (start + piece.begin, start + piece.end, start + piece.first)
+            pieces.append(PrefillPiece(*tokens, end - piece.first, head_blocks, mask))
         start += query_len
     return pieces
-
-
-def _additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    zero = torch.zeros((), dtype=dtype, device=allowed.device)
-    return torch.where(allowed, zero, -torch.inf)

@@ -9,7 +9,7 @@ from copy import copy
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops.attention import AttentionBatch, Heads, Rotation
+from raypp.ops.attention import AttentionBatch, Heads, HeadsKind, Rotation
 from raypp.ops.backend import AddedProjection, Experts, JoinedProjection, LMHead, Projection, Routing
 from raypp.ops.cuda.between_products import join_norms, narrow, rms_norm, silu_and_mul
 from raypp.ops.cuda.experts import CudaExperts
@@ -23,7 +23,7 @@ from raypp.ops.cuda.quantized_projection import (
     QuantizedProjection,
     has_kernel,
 )
-from raypp.ops.cuda.step_attention import CudaAttention
+from raypp.ops.cuda.step_attention import CudaAttention, PrefillSpace
 from raypp.ops.cuda.token_quantization import TokenNorm
 from raypp.ops.kv_cache import LayerCache
 from raypp.ops.weight import Weight, linear_in_float32
@@ -65,7 +65,9 @@ class CudaKernels:
         self._block_size = block_size
         self._max_query_len = max_query_len
         self._num_ring_entries = num_ring_entries
-        self._attention: list[CudaAttention] = []  # empty, or that of all layers; copies share the list
+        # Copies share both.
+        self._attention: dict[HeadsKind, CudaAttention] = {}
+        self._space: list[PrefillSpace] = []  # empty, or what kinds of attention share
         self._most_own_rows = 0
         self._has_8_bits = False
 
@@ -166,8 +168,8 @@ class CudaKernels:
         return self._projection(Product(Weight(matrix), norm_eps=eps), is_float32=True)
 
     def attention(self, heads: Heads) -> LayerAttention:
-        if not self._attention:
-            attention = CudaAttention(
+        if heads.kind not in self._attention:
+            self._attention[heads.kind] = CudaAttention(
                 heads,
                 block_size=self._block_size,
                 dtype=self._dtype,
@@ -176,9 +178,14 @@ class CudaKernels:
                 num_ring_entries=self._num_ring_entries,
                 device=self._device,
                 workspace=self._workspace,
+                space=self._prefill_space,
             )
-            self._attention.append(attention)
-        return LayerAttention(self._attention[0], heads, self._has_8_bits)
+        return LayerAttention(self._attention[heads.kind], heads, self._has_8_bits)
+
+    def _prefill_space(self) -> PrefillSpace:
+        if not self._space:
+            self._space.append(PrefillSpace(self._device.torch_device))
+        return self._space[0]
 
     def rotation(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float = 1.0) -> Rotation:
         """Return the step's rotation, float32."""
@@ -186,7 +193,10 @@ class CudaKernels:
 
     def plan_attention(self, batch: AttentionBatch, ring_entry: int) -> None:
         assert self._attention, "no layer has been made"
-        self._attention[0].plan(batch, ring_entry)
+        batch.plans = {}
+        if batch.prefill_query_lens:
+            for attention in self._attention.values():
+                attention.plan(batch, ring_entry)
 
     def _has_kernel(self, weight: Weight) -> bool:
         """Whether a quantized weight is multiplied as it is; others are dequantized."""
@@ -217,7 +227,7 @@ def _log_dequantized(kind: str, block: tuple[int, int]) -> None:
 
 
 class LayerAttention:
-    """One layer's view of the attention that all layers share."""
+    """One layer's view of the attention that layers of its kind share."""
 
     def __init__(self, attention: CudaAttention, heads: Heads, is_before_8_bits: bool) -> None:
         self._attention = attention

@@ -13,6 +13,9 @@ bits are, and in registers both halves of a word become float16, which holds the
 and odd numbers are multiplied apart. Queries are float16 then, too, divided by a power of two so that none is too
 large. The scale of keys is part of that of the scores, the scale of values comes last.
 
+With a window the range that is split begins with the block of the first token that the row's first query sees; what
+lies before is not read. Sinks are where the first split's softmax begins.
+
 Twin: `decode_attention` of tests/gpu/reference_ops.py.
 """
 
@@ -36,7 +39,10 @@ _PROGRAMS_OF_LARGE_TILES_AT_ONCE = 3  # of 128 tokens in 8 bits
 _MOST_FLOATS_OF_LARGE_TILES = 32 * 128  # of queries, beside tiles of 128 tokens
 _MOST_FLOATS_OF_FEW_WARPS = 64 * 128  # of queries, whose weighted values four warps keep in registers
 _LEAST_OF_A_SPLIT = 128  # tokens: combining more splits takes longer than they save
+_MOST_COLUMNS_OF_WHOLE_TILES = 256  # of larger heads tiles have fewer tokens
 _MIN_QUERIES = 16  # the smallest tile of a matrix product
+_LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
+_TWO_LOG2_E: tl.constexpr = tl.constexpr(2 * math.log2(math.e))
 _MIN_COLUMNS = 32  # of a head: half of them are multiplied at once where the cache is in 8 bits
 
 
@@ -106,15 +112,16 @@ def _power_of_2(wanted: float, most: int) -> int:
 
 
 class TritonDecode:
-    """Decode attention of one kind of heads.
+    """Decode attention of heads of one number and size.
 
     Args:
         num_heads: Hq.
         num_kv_heads: Hk.
-        head_dim: D.
+        head_dim: Dk.
         max_query_len: The most query tokens of a row, 1 + K.
         device: Where it runs.
         workspace: For the splits' results.
+        value_dim: Dv; None: as `head_dim`.
     """
 
     def __init__(
@@ -125,14 +132,17 @@ class TritonDecode:
         max_query_len: int,
         device: Device,
         workspace: Workspace,
+        value_dim: int | None = None,
     ) -> None:
+        value_dim = head_dim if value_dim is None else value_dim
         self._num_kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads
         self._head_dim = head_dim
+        self._value_dim = value_dim
         self._device = device
         self._workspace = workspace
-        self._block_d = max(_MIN_COLUMNS, triton.next_power_of_2(head_dim))
-        query_floats, least = self._block_d + 2, _MAX_SPLITS * num_kv_heads
+        self._block_d, self._block_dv = (max(_MIN_COLUMNS, triton.next_power_of_2(n)) for n in (head_dim, value_dim))
+        query_floats, least = self._block_dv + 2, _MAX_SPLITS * num_kv_heads
         for query_len, per_processor in ((1, 3 * _PROGRAMS_AT_ONCE), (max_query_len, 2)):
             num_parts = max(least, per_processor * device.num_processors)  # as many as `tune_decode` ever makes
             workspace.reserve(num_parts * self._filled(query_len) * query_floats)
@@ -150,9 +160,9 @@ class TritonDecode:
     ) -> None:
         """Write the attention's output to `out`.
 
-        Shapes: q, out [R * query_len, Hq, D] contiguous; the cache of q's type or FP8, this step's tokens included;
-        seq_lens [R] int32, this step's tokens included; block_tables [R, W] int32 contiguous. Lengths past the table's
-        end are cut there. `out` may be of fewer bits.
+        Shapes: q [R * query_len, Hq, Dk] and out [R * query_len, Hq, Dv] contiguous; the cache of q's type or FP8, this
+        step's tokens included; seq_lens [R] int32, this step's tokens included; block_tables [R, W] int32 contiguous.
+        Lengths past the table's end are cut there. `out` may be of fewer bits.
         """
         self._launch(q, heads, None, cache, seq_lens, block_tables, query_len, out, tuning)
 
@@ -173,8 +183,8 @@ class TritonDecode:
 
         Every program makes the queries anew, which pays while rows are few.
 
-        Shapes: qkv [R * query_len, (Hq + 2 Hk) * D]; rope: of `rotation_table`; slot_mapping [R * query_len] int64; the
-        others as above.
+        Shapes: qkv [R * query_len, (Hq + Hk) * Dk + Hk * Dv]; rope: of `rotation_table`; slot_mapping
+        [R * query_len] int64; the others as above.
         """
         self._launch(qkv, heads, (rope, slot_mapping), cache, seq_lens, block_tables, query_len, out, tuning)
 
@@ -193,10 +203,10 @@ class TritonDecode:
         num_rows = block_tables.shape[0]
         if not num_rows:
             return
-        block_d, filled = self._block_d, self._filled(query_len)
+        block_dv, filled = self._block_dv, self._filled(query_len)
         num_pairs = num_rows * self._num_kv_heads
         tuning = tuning or self.cut(num_rows, query_len, cache.keys.element_size())
-        counters, num_floats = self._workspace.counters, num_pairs * tuning.num_splits * filled * (block_d + 2)
+        counters, num_floats = self._workspace.counters, num_pairs * tuning.num_splits * filled * (block_dv + 2)
         assert num_pairs <= counters.numel()
         assert tuning.num_splits == 1 or num_floats <= self._workspace.floats.numel(), "more splits than reserved"
         norm, cos, sin, slot_mapping = None, source, source, source
@@ -206,6 +216,8 @@ class TritonDecode:
         if is_fp8:
             k_scale, v_scale = heads.k_scale, heads.v_scale
         keys, values = (side.view(torch.int16) if is_fp8 else side for side in cache)
+        scale_log2 = heads.scale * k_scale * math.log2(math.e)
+        soft_cap = heads.soft_cap or 0.0
         _decode_attention[(tuning.num_splits, self._num_kv_heads, num_rows)](
             source,
             source if norm is None else norm.q_weight,
@@ -222,7 +234,10 @@ class TritonDecode:
             out,
             self._workspace.floats,
             counters,
-            heads.scale * k_scale * math.log2(math.e),
+            scale_log2,
+            soft_cap * math.log2(math.e),
+            source if heads.sinks is None else heads.sinks,
+            heads.window or 0,
             1.0 / k_scale,
             1.0 / v_scale,
             v_scale,
@@ -230,17 +245,22 @@ class TritonDecode:
             GROUP=self._group,
             NUM_KV_HEADS=self._num_kv_heads,
             D=self._head_dim,
-            BLOCK_D=block_d,
+            BLOCK_D=self._block_d,
+            DV=self._value_dim,
+            BLOCK_DV=block_dv,
             BLOCK_SIZE=keys.shape[2],
             QUERIES=max(_MIN_QUERIES, filled),
             FILLED=filled,
-            PARTS_AT_ONCE=_parts_at_once(tuning.num_splits, filled * block_d),
+            PARTS_AT_ONCE=_parts_at_once(tuning.num_splits, filled * block_dv),
             FRESH=max(_MIN_QUERIES, triton.next_power_of_2(query_len)),
             TILE=tuning.tile_tokens,
             LEAST=max(_LEAST_OF_A_SPLIT, tuning.tile_tokens),
             SPLITS=tuning.num_splits,
             IS_PROJECTION=fresh is not None,
             HAS_NORM=norm is not None,
+            HAS_WINDOW=heads.window is not None,
+            HAS_CAP=heads.soft_cap is not None,
+            HAS_SINKS=heads.sinks is not None,
             CLAMPS=out.dtype != source.dtype,
             IS_FP8=is_fp8,
             HALVES_ASM="" if self._device.is_interpreter else _HALVES_ASM,
@@ -253,10 +273,13 @@ class TritonDecode:
 
     def cut(self, num_rows: int, query_len: int, cache_bytes: int = 2) -> DecodeTuning:
         """Return how so many rows of so many tokens are cut, over a cache of so many bytes per element."""
-        query_floats = self._filled(query_len) * self._block_d
-        tile_bytes = cache_bytes if self._block_d <= 128 else 2  # large tiles of larger heads take too many registers
+        query_floats = self._filled(query_len) * max(self._block_d, self._block_dv)
+        block_d = max(self._block_d, self._block_dv)
+        tile_bytes = cache_bytes if block_d <= 128 else 2  # large tiles of larger heads take too many registers
         tuning = tune_decode(num_rows, self._num_kv_heads, self._device, query_len, query_floats, tile_bytes)
-        pair_bytes = 2 * cache_bytes * tuning.tile_tokens * self._block_d  # keys and values
+        if block_d > _MOST_COLUMNS_OF_WHOLE_TILES:
+            tuning = replace(tuning, tile_tokens=tuning.tile_tokens * _MOST_COLUMNS_OF_WHOLE_TILES // block_d)
+        pair_bytes = cache_bytes * tuning.tile_tokens * (self._block_d + self._block_dv)  # keys and values
         most_stages = 1 + self._device.shared_bytes // pair_bytes  # the last one is not kept
         return replace(tuning, num_stages=most_stages) if tuning.num_stages > most_stages else tuning
 
@@ -294,9 +317,12 @@ def _make_head(
 
 
 @triton.jit
-def _soften(scores, is_visible, scale_log2, highest, total):
+def _soften(scores, is_visible, scale_log2, cap_log2, highest, total, HAS_CAP: tl.constexpr):
     """Take scores into a running softmax; return its highest one, its sum, the weights, and what shrinks others."""
-    scores = tl.where(is_visible, scores * scale_log2, -1e30)
+    scores *= scale_log2
+    if HAS_CAP:  # cap * tanh(scores / cap), with a tanh of powers of two
+        scores = cap_log2 * (1.0 - 2.0 / (tl.exp2(scores * (_TWO_LOG2_E / cap_log2)) + 1.0))
+    scores = tl.where(is_visible, scores, -1e30)
     new_highest = tl.maximum(highest, tl.max(scores, 1))
     weights = tl.exp2(scores - new_highest[:, None])
     shrink = tl.exp2(highest - new_highest)
@@ -304,21 +330,33 @@ def _soften(scores, is_visible, scale_log2, highest, total):
 
 
 @triton.jit
-def _attend(queries, keys, values, is_visible, scale_log2, highest, total, weighted):
+def _attend(queries, keys, values, is_visible, scale_log2, cap_log2, highest, total, weighted, HAS_CAP: tl.constexpr):
     """Take keys and values into a running softmax: its highest score, its sum, its weighted values."""
     scores = tl.dot(queries, tl.trans(keys))
-    highest, total, weights, shrink = _soften(scores, is_visible, scale_log2, highest, total)
+    highest, total, weights, shrink = _soften(scores, is_visible, scale_log2, cap_log2, highest, total, HAS_CAP)
     return highest, total, weighted * shrink + tl.dot(weights.to(values.dtype), values)
 
 
 @triton.jit
 def _attend_words(
-    even_queries, odd_queries, keys, values, is_visible, scale_log2, highest, total, even, odd, HALVES_ASM: tl.constexpr
+    even_queries,
+    odd_queries,
+    keys,
+    values,
+    is_visible,
+    scale_log2,
+    cap_log2,
+    highest,
+    total,
+    even,
+    odd,
+    HAS_CAP: tl.constexpr,
+    HALVES_ASM: tl.constexpr,
 ):
     """Do what `_attend` does with keys and values in words; `even` and `odd` are columns of the weighted values."""
     even_keys, odd_keys = _halves(keys, even_queries.dtype, HALVES_ASM)
     scores = tl.dot(odd_queries, tl.trans(odd_keys), tl.dot(even_queries, tl.trans(even_keys)))
-    highest, total, weights, shrink = _soften(scores, is_visible, scale_log2, highest, total)
+    highest, total, weights, shrink = _soften(scores, is_visible, scale_log2, cap_log2, highest, total, HAS_CAP)
     even_values, odd_values = _halves(values, even_queries.dtype, HALVES_ASM)
     weights = weights.to(even_values.dtype)
     return highest, total, tl.dot(weights, even_values, even * shrink), tl.dot(weights, odd_values, odd * shrink)
@@ -346,7 +384,7 @@ def _words(rounded, ROWS: tl.constexpr, WORDS: tl.constexpr):
 
 
 # The width follows the longest row of a step, and where slots and lengths begin the number of its rows.
-@triton.jit(do_not_specialize=["table_width"], do_not_specialize_on_alignment=["slot_mapping", "seq_lens"])
+@triton.jit(do_not_specialize=["table_width", "window"], do_not_specialize_on_alignment=["slot_mapping", "seq_lens"])
 def _decode_attention(
     source,
     q_weight,
@@ -364,6 +402,9 @@ def _decode_attention(
     partial,
     counters,
     scale_log2,
+    cap_log2,
+    sinks,
+    window,
     k_inverse,
     v_inverse,
     v_scale,
@@ -372,6 +413,8 @@ def _decode_attention(
     NUM_KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     QUERIES: tl.constexpr,
     FILLED: tl.constexpr,
@@ -382,15 +425,20 @@ def _decode_attention(
     SPLITS: tl.constexpr,
     IS_PROJECTION: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     CLAMPS: tl.constexpr,
     IS_FP8: tl.constexpr,
     HALVES_ASM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    PART: tl.constexpr = FILLED * (BLOCK_D + 2)  # floats of a split's result: values, highest scores, sums
-    WIDTH: tl.constexpr = (GROUP + 2) * NUM_KV_HEADS * D  # of a token's projection
-    ROW: tl.constexpr = D // 2 if IS_FP8 else D  # what the cache has of a token and head: words, or columns
+    PART: tl.constexpr = FILLED * (BLOCK_DV + 2)  # floats of a split's result: values, highest scores, sums
+    WIDTH: tl.constexpr = ((GROUP + 1) * D + DV) * NUM_KV_HEADS  # of a token's projection
+    ROW: tl.constexpr = D // 2 if IS_FP8 else D  # what the cache has of a token's key of a head: words, or columns
     BLOCK_ROW: tl.constexpr = BLOCK_D // 2 if IS_FP8 else BLOCK_D
+    VALUE_ROW: tl.constexpr = DV // 2 if IS_FP8 else DV
+    BLOCK_VALUE_ROW: tl.constexpr = BLOCK_DV // 2 if IS_FP8 else BLOCK_DV
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query = tl.arange(0, QUERIES)  # (query token, head of the group), the group innermost
     query_token = query // GROUP
@@ -400,10 +448,15 @@ def _decode_attention(
     in_head = column < D
     row_cell = tl.arange(0, BLOCK_ROW)
     in_row = row_cell < ROW
+    value_column = tl.arange(0, BLOCK_DV)
+    in_value = value_column < DV
+    value_cell = tl.arange(0, BLOCK_VALUE_ROW)
+    in_value_row = value_cell < VALUE_ROW
     token_in_tile = tl.arange(0, TILE)
     first_token = row.to(tl.int64) * QUERY_LEN
-    cell = ((first_token + query_token) * (GROUP * NUM_KV_HEADS) + query_head)[:, None] * D + column[None, :]
-    cell_mask = is_query[:, None] & in_head[None, :]
+    out_row = (first_token + query_token) * (GROUP * NUM_KV_HEADS) + query_head
+    out_cell = out_row[:, None] * DV + value_column[None, :]
+    out_mask = is_query[:, None] & in_value[None, :]
     table = block_tables + row.to(tl.int64) * table_width
     start(OVERLAPS)
     dtype: tl.constexpr = source.dtype.element_ty
@@ -413,7 +466,8 @@ def _decode_attention(
         angle = (first_token + query_token) * (D // 2)
         queries = _make_head(head, q_weight, eps, angle, cos, sin, is_query, D, BLOCK_D, HAS_NORM).to(dtype)
     else:
-        queries = tl.load(source + cell, mask=cell_mask, other=0.0)
+        cell = out_row[:, None] * D + column[None, :]
+        queries = tl.load(source + cell, mask=is_query[:, None] & in_head[None, :], other=0.0)
     if IS_FP8:
         largest = tl.max(tl.abs(queries.to(tl.float32)), 1)
         power = tl.exp2(tl.ceil(tl.log2(tl.clamp(largest, 1e-30, 1e30))))
@@ -424,32 +478,44 @@ def _decode_attention(
     context = length  # what is read from the cache
     if IS_PROJECTION:
         context = length - QUERY_LEN
-    split_len = tl.maximum(LEAST, tl.cdiv(tl.cdiv(context, SPLITS), TILE) * TILE)
-    num_parts = tl.maximum(1, tl.cdiv(context, split_len))
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(0, length - QUERY_LEN + 1 - window) // BLOCK_SIZE * BLOCK_SIZE
+    split_len = tl.maximum(LEAST, tl.cdiv(tl.cdiv(context - first, SPLITS), TILE) * TILE)
+    num_parts = tl.maximum(1, tl.cdiv(context - first, split_len))
     if split < num_parts:
         visible = length - QUERY_LEN + 1 + query_token  # a query token sees the context and itself
         highest = tl.full((QUERIES,), -1e30, tl.float32)
         total = tl.zeros((QUERIES,), tl.float32)
+        if HAS_SINKS:
+            has_sink = is_query & (split == 0)
+            highest = tl.load(sinks + query_head, mask=has_sink, other=-1e30) * _LOG2_E
+            total = tl.where(has_sink, 1.0, 0.0)
         if IS_FP8:
-            even = tl.zeros((QUERIES, BLOCK_ROW), tl.float32)
-            odd = tl.zeros((QUERIES, BLOCK_ROW), tl.float32)
+            even = tl.zeros((QUERIES, BLOCK_VALUE_ROW), tl.float32)
+            odd = tl.zeros((QUERIES, BLOCK_VALUE_ROW), tl.float32)
         else:
-            weighted = tl.zeros((QUERIES, BLOCK_D), tl.float32)
-        begin = split * split_len
+            weighted = tl.zeros((QUERIES, BLOCK_DV), tl.float32)
+        begin = first + split * split_len
         for tile in range(begin, tl.minimum(begin + split_len, context), TILE):
             token = tile + token_in_tile
             # Past the length there may be anything, NaN included: its scores are replaced, and its values are not read.
             in_context = (token < context)[:, None]
             block = tl.load(table + tl.minimum(token // BLOCK_SIZE, table_width - 1)).to(tl.int64)
-            offset = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * ROW
-            place = offset[:, None] + row_cell[None, :]
+            token_row = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE
+            key_place = (token_row * ROW)[:, None] + row_cell[None, :]
+            value_place = (token_row * VALUE_ROW)[:, None] + value_cell[None, :]
             is_visible = token[None, :] < tl.minimum(visible, context)[:, None]
+            if HAS_WINDOW:
+                is_visible &= token[None, :] >= (visible - window)[:, None]
             if BLOCK_D == D:
-                keys = tl.load(key_cache + place)
-                values = tl.load(value_cache + place, mask=in_context, other=0)
+                keys = tl.load(key_cache + key_place)
             else:
-                keys = tl.load(key_cache + place, mask=in_row[None, :], other=0)
-                values = tl.load(value_cache + place, mask=in_context & in_row[None, :], other=0)
+                keys = tl.load(key_cache + key_place, mask=in_row[None, :], other=0)
+            if BLOCK_DV == DV:
+                values = tl.load(value_cache + value_place, mask=in_context, other=0)
+            else:
+                values = tl.load(value_cache + value_place, mask=in_context & in_value_row[None, :], other=0)
             if IS_FP8:
                 highest, total, even, odd = _attend_words(
                     even_queries,
@@ -458,41 +524,45 @@ def _decode_attention(
                     values,
                     is_visible,
                     scale_log2,
+                    cap_log2,
                     highest,
                     total,
                     even,
                     odd,
+                    HAS_CAP,
                     HALVES_ASM,
                 )
             else:
                 highest, total, weighted = _attend(
-                    queries, keys, values, is_visible, scale_log2, highest, total, weighted
+                    queries, keys, values, is_visible, scale_log2, cap_log2, highest, total, weighted, HAS_CAP
                 )
         if IS_PROJECTION:  # noqa: SIM102  (a constant, and a value that the device has)
             if split == num_parts - 1:  # the step's own keys and values: to the cache, and into the softmax
                 fresh = tl.arange(0, FRESH)
                 is_fresh = fresh < QUERY_LEN
-                fresh_mask = is_fresh[:, None] & in_head[None, :]
+                fresh_mask = is_fresh[:, None] & in_value[None, :]
                 key = source + (first_token + fresh) * WIDTH + (GROUP * NUM_KV_HEADS + kv_head) * D
                 key_angle = (first_token + fresh) * (D // 2)
                 new_keys = _make_head(key, k_weight, eps, key_angle, cos, sin, is_fresh, D, BLOCK_D, HAS_NORM)
-                value = key + NUM_KV_HEADS * D
-                new_values = tl.load(value[:, None] + column[None, :], mask=fresh_mask, other=0.0)
+                value = source + (first_token + fresh) * WIDTH + (GROUP + 1) * NUM_KV_HEADS * D + kv_head * DV
+                new_values = tl.load(value[:, None] + value_column[None, :], mask=fresh_mask, other=0.0)
                 if IS_FP8:
                     new_keys = _words(narrowed(new_keys * k_inverse, tl.float8e4nv), FRESH, BLOCK_ROW)
                     new_values = narrowed(new_values.to(tl.float32) * v_inverse, tl.float8e4nv)
                     # Rows without a token are zero already. But of numbers that it knows, the assembler (ptxas 12.8)
                     # makes words with halves of other registers, NaN among them, and 0 times that is NaN.
-                    new_values = tl.where(is_fresh[:, None], _words(new_values, FRESH, BLOCK_ROW), 0)
+                    new_values = tl.where(is_fresh[:, None], _words(new_values, FRESH, BLOCK_VALUE_ROW), 0)
                 else:
                     new_keys = new_keys.to(dtype)
                 slot = tl.load(slot_mapping + first_token + fresh, mask=is_fresh, other=0)
                 slot_row = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
-                slot_cell = slot_row[:, None] * ROW + row_cell[None, :]
-                slot_mask = is_fresh[:, None] & in_row[None, :]
-                tl.store(key_cache + slot_cell, new_keys, mask=slot_mask)
-                tl.store(value_cache + slot_cell, new_values, mask=slot_mask)
+                key_slot = slot_row[:, None] * ROW + row_cell[None, :]
+                value_slot = slot_row[:, None] * VALUE_ROW + value_cell[None, :]
+                tl.store(key_cache + key_slot, new_keys, mask=is_fresh[:, None] & in_row[None, :])
+                tl.store(value_cache + value_slot, new_values, mask=is_fresh[:, None] & in_value_row[None, :])
                 sees = (fresh[None, :] <= query_token[:, None]) & is_fresh[None, :]
+                if HAS_WINDOW:
+                    sees &= fresh[None, :] > (query_token - window)[:, None]
                 if IS_FP8:
                     highest, total, even, odd = _attend_words(
                         even_queries,
@@ -501,41 +571,43 @@ def _decode_attention(
                         new_values,
                         sees,
                         scale_log2,
+                        cap_log2,
                         highest,
                         total,
                         even,
                         odd,
+                        HAS_CAP,
                         HALVES_ASM,
                     )
                 else:
                     highest, total, weighted = _attend(
-                        queries, new_keys, new_values, sees, scale_log2, highest, total, weighted
+                        queries, new_keys, new_values, sees, scale_log2, cap_log2, highest, total, weighted, HAS_CAP
                     )
         if IS_FP8:
             weighted = tl.interleave(even, odd) * v_scale
         if num_parts == 1:
-            tl.store(out + cell, as_stored(weighted / total[:, None], out, CLAMPS), mask=cell_mask)
+            tl.store(out + out_cell, as_stored(weighted / total[:, None], out, CLAMPS), mask=out_mask)
         else:
             pair = row * NUM_KV_HEADS + kv_head
             parts = partial + (pair * SPLITS).to(tl.int64) * PART
             part = parts + split * PART
-            tl.store(part + query[:, None] * BLOCK_D + column[None, :], weighted, mask=is_query[:, None])
-            tl.store(part + FILLED * BLOCK_D + query, highest, mask=is_query)
-            tl.store(part + FILLED * (BLOCK_D + 1) + query, total, mask=is_query)
+            tl.store(part + query[:, None] * BLOCK_DV + value_column[None, :], weighted, mask=is_query[:, None])
+            tl.store(part + FILLED * BLOCK_DV + query, highest, mask=is_query)
+            tl.store(part + FILLED * (BLOCK_DV + 1) + query, total, mask=is_query)
             if arrives_last(counters + pair, num_parts):
                 # Several parts at a time: what is waited for is one load after another.
-                element = tl.arange(0, FILLED * BLOCK_D)
-                of_query, of_column = element // BLOCK_D, element % BLOCK_D
+                element = tl.arange(0, FILLED * BLOCK_DV)
+                of_query, of_column = element // BLOCK_DV, element % BLOCK_DV
                 is_element = of_query < QUERY_LEN * GROUP
-                most = tl.full((FILLED * BLOCK_D,), -1e30, tl.float32)
-                weight_sum = tl.zeros((FILLED * BLOCK_D,), tl.float32)
-                value_sum = tl.zeros((FILLED * BLOCK_D,), tl.float32)
+                most = tl.full((FILLED * BLOCK_DV,), -1e30, tl.float32)
+                weight_sum = tl.zeros((FILLED * BLOCK_DV,), tl.float32)
+                value_sum = tl.zeros((FILLED * BLOCK_DV,), tl.float32)
                 for begin in range(0, num_parts, PARTS_AT_ONCE):
                     index = begin + tl.arange(0, PARTS_AT_ONCE)
                     mask = (index < num_parts)[:, None] & is_element[None, :]
                     address = parts + index[:, None] * PART
                     value = tl.load(address + element[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-                    address += FILLED * BLOCK_D + of_query[None, :]
+                    address += FILLED * BLOCK_DV + of_query[None, :]
                     part_most = tl.load(address, mask=mask, other=-1e30, cache_modifier=".cg")
                     part_sum = tl.load(address + FILLED, mask=mask, other=0.0, cache_modifier=".cg")
                     new_most = tl.maximum(most, tl.max(part_most, 0))
@@ -544,6 +616,6 @@ def _decode_attention(
                     value_sum = value_sum * shrink + tl.sum(value * grow, 0)
                     most = new_most
                 token_head = (first_token + of_query // GROUP) * (GROUP * NUM_KV_HEADS) + kv_head * GROUP
-                out_cell = (token_head + of_query % GROUP) * D + of_column
+                sum_cell = (token_head + of_query % GROUP) * DV + of_column
                 result = value_sum / tl.where(is_element, weight_sum, 1.0)
-                tl.store(out + out_cell, as_stored(result, out, CLAMPS), mask=is_element & (of_column < D))
+                tl.store(out + sum_cell, as_stored(result, out, CLAMPS), mask=is_element & (of_column < DV))

@@ -3,19 +3,22 @@
 all tokens      norm, rotation, KV append                       one Triton launch
 decode rows     Triton, split along the context                 lengths on the device, capturable
 prefill rows    FlashInfer's planned prefill, else torch        lengths from the host: a break point of graphs
+
+Sinks are no part of FlashInfer's kernels here: its output is rescaled by what they add to the softmax's sum.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
-from operator import mul
+from operator import mul, sub
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from raypp.errors import install
 from raypp.ops.attention import AttentionBatch, Heads, Rotation
@@ -24,6 +27,7 @@ from raypp.ops.cuda.decode_attention import TritonDecode
 from raypp.ops.cuda.heads import append_heads, gather_heads
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.kv_cache import FP8, LayerCache, movable
+from raypp.ops.row_attention import attend_piece, piece_mask, row_pieces
 
 MAX_FUSED_TOKENS = 16
 """Up to so many tokens of decode rows, the attention kernel makes the heads itself, once per split and KV head."""
@@ -48,12 +52,14 @@ class Prefill(Protocol):
         """Write the output to `out`; see `FlashInferPrefill`."""
 
 
-def missing_for_flashinfer(head_dim: int) -> str | None:
+def missing_for_flashinfer(heads: Heads) -> str | None:
     """Return why FlashInfer cannot serve these heads, None if it can."""
     if find_spec("flashinfer") is None:
         return f"flashinfer-python is not installed ({install('gpu')})"
-    if head_dim not in PREFILL_HEAD_DIMS:
-        return f"FlashInfer has no prefill kernel for head_dim={head_dim}, only for {PREFILL_HEAD_DIMS}"
+    sizes = heads.head_dim, heads.value_dim
+    if heads.head_dim not in PREFILL_HEAD_DIMS or sizes[0] != sizes[1]:
+        expected = f"only for one of {PREFILL_HEAD_DIMS}, the same of keys and values"
+        return f"FlashInfer has no prefill kernel for head_dim={sizes[0]} with values of {sizes[1]}, {expected}"
     return None
 
 
@@ -68,25 +74,47 @@ class CopyPlan:
     most_blocks: int  # of a row
 
 
+class PrefillSpace:
+    """Memory for FlashInfer that all kinds of heads share: one stream runs all steps.
+
+    Args:
+        device: Where it is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        """For partial results."""
+        has_copies = torch.cuda.get_device_capability(device) == _HAS_COPIES
+        self._copy = torch.empty(_COPY_BYTES if has_copies else 0, dtype=torch.uint8, device=device)
+
+    def copy_of(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return room for keys and values that lie one after the other, [2, tokens, Hk, D]; no tokens: no copies."""
+        token_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
+        num_tokens = len(self._copy) // token_bytes
+        return self._copy[: num_tokens * token_bytes].view(dtype).view(2, num_tokens, num_kv_heads, head_dim)
+
+
 class FlashInferPrefill:
     """Attention of prefill rows by FlashInfer (arXiv:2501.01005), planned on the host: a break point of graphs.
 
     Its kernels are compiled when they are first used, and cached on disk. Hopper's (FlashAttention-3, arXiv:2407.08608)
     read keys and values by the tensor memory accelerator where these lie one after the other; blocks of a cache are
     gathered by threads, which takes longer. So long chunks attend to a copy of their rows' keys and values, made once a
-    layer, also in 16 bits where the cache has 8.
+    layer, also in 16 bits where the cache has 8. With a window nothing is copied: a chunk gets those blocks of its row
+    that it sees, since others may hold what is no number.
 
     A plan is written to pinned memory and copied from there by the device. Planning anew in the same entry waits for
     that copy; steps take entries in turn, and find it done.
 
     Args:
-        heads: Of all layers.
+        heads: Of all layers of the kind.
         block_size: Of the KV cache.
         dtype: Of queries.
         kv_dtype: Of the cache. FlashInfer multiplies keys in 8 bits with queries in 16 by its older kernels.
         num_ring_entries: Plans that may be waiting for the device at a time.
         device: Where tensors are.
         least_queries: See `LEAST_QUERIES_OF_COPIES`, which it replaces.
+        space: Shared with other kinds of heads; None: its own.
     """
 
     def __init__(
@@ -98,6 +126,7 @@ class FlashInferPrefill:
         num_ring_entries: int,
         device: torch.device,
         least_queries: float | None = None,
+        space: PrefillSpace | None = None,
     ) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
@@ -106,16 +135,13 @@ class FlashInferPrefill:
         self._dtype = dtype
         self._kv_dtype = kv_dtype
         self._device = Device.of(device)
-        # One stream runs all steps, so they share the space for partial results; plans lie each in its own.
-        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        entries = range(num_ring_entries)
+        space = space or PrefillSpace(device)
+        workspace, entries = space.workspace, range(num_ring_entries)  # plans lie each in memory of its own
         self._wrappers = [BatchPrefillWithPagedKVCacheWrapper(workspace, _LAYOUT, backend="auto") for _ in entries]
         self._ragged: list[Any] = []
-        self._copy = torch.empty(2, 0, heads.num_kv_heads, heads.head_dim, dtype=dtype, device=device)
+        self._copy = space.copy_of(heads.num_kv_heads, heads.head_dim, dtype)
         self._least_queries = LEAST_QUERIES_OF_COPIES[kv_dtype] if least_queries is None else least_queries
-        if torch.cuda.get_device_capability(device) == _HAS_COPIES:
-            num_tokens = _COPY_BYTES // (2 * heads.num_kv_heads * heads.head_dim * dtype.itemsize)
-            self._copy = self._copy.new_empty(2, num_tokens, heads.num_kv_heads, heads.head_dim)
+        if self._copy.shape[1] and heads.window is None:
             self._ragged = [BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa3") for _ in entries]
         self._copied = [torch.cuda.Event() for _ in entries]
 
@@ -125,8 +151,9 @@ class FlashInferPrefill:
         copied.synchronize()
         num_keys = sum(batch.prefill_seq_lens)
         num_pairs = sum(map(mul, batch.prefill_query_lens, batch.prefill_seq_lens))
-        has_room_and_pays = num_keys <= self._copy.shape[1] and num_pairs >= self._least_queries * num_keys
-        planned = (self._plan_copies if has_room_and_pays else self._plan_blocks)(batch, ring_entry)
+        has_room = bool(self._ragged) and num_keys <= self._copy.shape[1]
+        pays = num_pairs >= self._least_queries * num_keys
+        planned = (self._plan_copies if has_room and pays else self._plan_blocks)(batch, ring_entry)
         copied.record()
         return planned
 
@@ -134,15 +161,20 @@ class FlashInferPrefill:
         """Write the attention's output to `out`.
 
         Shapes: q, out [T, Hq, D], the tokens of the planned rows. The cache has this step's tokens; `heads` has the
-        layer's scales.
+        layer's scales and sinks.
         """
         if isinstance(plan, CopyPlan):
             keys, values = self._copy[:, : plan.num_tokens]
             gather_heads(cache, plan.tables, plan.starts, plan.most_blocks, heads, keys, values, self._device)
-            plan.ragged.run(q, keys, values, out=out)
+            run = partial(plan.ragged.run, q, keys, values, out=out)
         else:
             scales = {"k_scale": heads.k_scale, "v_scale": heads.v_scale} if cache.keys.dtype == FP8 else {}
-            plan.run(q, tuple(cache), out=out, **scales)  # type: ignore[attr-defined]
+            run = partial(plan.run, q, tuple(cache), out=out, **scales)  # type: ignore[attr-defined]
+        if heads.sinks is None:
+            run()
+        else:
+            _, log2_sums = run(return_lse=True)  # [T, Hq], of the softmax without sinks, to the base of 2
+            out.mul_(torch.sigmoid(log2_sums * math.log(2) - heads.sinks).unsqueeze(2))
 
     def _plan_copies(self, batch: AttentionBatch, ring_entry: int) -> CopyPlan:
         heads, ragged, starts = self._heads, self._ragged[ring_entry], _prefix_sums(batch.prefill_seq_lens)
@@ -154,83 +186,96 @@ class FlashInferPrefill:
             heads.head_dim,
             causal=True,
             sm_scale=heads.scale,
+            logits_soft_cap=heads.soft_cap,
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
         )
-        tables = batch.block_tables[0][batch.num_decode_rows :]
+        tables = batch.block_tables[heads.group][batch.num_decode_rows :]
         most_blocks = math.ceil(max(batch.prefill_seq_lens) / self._block_size)
         starts_there = starts.to(self._device.torch_device, non_blocking=True)
         return CopyPlan(ragged, tables, starts_there, sum(batch.prefill_seq_lens), most_blocks)
 
     def _plan_blocks(self, batch: AttentionBatch, ring_entry: int) -> object:
         heads, block_size, wrapper = self._heads, self._block_size, self._wrappers[ring_entry]
-        num_blocks = [math.ceil(seq_len / block_size) for seq_len in batch.prefill_seq_lens]
-        tables = batch.block_tables[0][batch.num_decode_rows :]
+        tables, seq_lens = batch.block_tables[heads.group][batch.num_decode_rows :], batch.prefill_seq_lens
+        firsts = [0] * len(seq_lens)  # blocks
+        if heads.window is not None:  # a row begins with the block of the first token that its first query sees
+            before = map(sub, seq_lens, batch.prefill_query_lens)
+            firsts = [max(0, first_query + 1 - heads.window) // block_size for first_query in before]
+            seq_lens = [seq_len - first * block_size for seq_len, first in zip(seq_lens, firsts, strict=True)]
+        ends = [first + math.ceil(seq_len / block_size) for first, seq_len in zip(firsts, seq_lens, strict=True)]
+        rows = zip(tables.unbind(0), firsts, ends, strict=False)
         wrapper.plan(
             _prefix_sums(batch.prefill_query_lens),
-            _prefix_sums(num_blocks),
-            torch.cat([table[:count] for table, count in zip(tables.unbind(0), num_blocks, strict=False)]),
-            _on_host([(n - 1) % block_size + 1 for n in batch.prefill_seq_lens]),
+            _prefix_sums([end - first for first, end in zip(firsts, ends, strict=True)]),
+            torch.cat([table[first:end] for table, first, end in rows]),
+            _on_host([(n - 1) % block_size + 1 for n in seq_lens]),
             heads.num_heads,
             heads.num_kv_heads,
             heads.head_dim,
             block_size,
             causal=True,
             sm_scale=heads.scale,
+            logits_soft_cap=heads.soft_cap,
             q_data_type=self._dtype,
             kv_data_type=self._kv_dtype,
-            seq_lens=_on_host(batch.prefill_seq_lens),
+            window_left=-1 if heads.window is None else heads.window - 1,
+            seq_lens=_on_host(seq_lens),
             max_token_per_sequence=max(batch.prefill_query_lens),
         )
         return wrapper
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class SdpaRow:
-    """One prefill row: its tokens [start, end) of the queries, its blocks, and what each token sees."""
+class SdpaPiece:
+    """Tokens of a prefill row, [start, end) of the queries, the blocks with what they see, and what each sees."""
 
     start: int
     end: int
-    seq_len: int
+    num_keys: int
     blocks: torch.Tensor  # [blocks] int64
-    mask: torch.Tensor  # [query_len, seq_len] bool
+    mask: torch.Tensor | None  # see `raypp.ops.row_attention.piece_mask`
 
 
 class SdpaPrefill:
-    """Attention of prefill rows by torch alone, row by row; see `FlashInferPrefill`, whose interface this has."""
+    """Attention of prefill rows by torch alone, row by row; see `FlashInferPrefill`, whose interface this has.
 
-    def __init__(self, block_size: int) -> None:
+    Args:
+        heads: Of all layers of the kind.
+        block_size: Of the KV cache.
+        dtype: Of queries.
+    """
+
+    def __init__(self, heads: Heads, block_size: int, dtype: torch.dtype) -> None:
+        self._heads = heads
         self._block_size = block_size
+        self._dtype = dtype
 
     def plan(self, batch: AttentionBatch, ring_entry: int) -> object:
-        rows, start, block_size = [], 0, self._block_size
-        tables = batch.block_tables[0][batch.num_decode_rows :]
+        heads, block_size, pieces, start = self._heads, self._block_size, list[SdpaPiece](), 0
+        tables = batch.block_tables[heads.group][batch.num_decode_rows :]
         for table, query_len, seq_len in zip(
             tables.unbind(0), batch.prefill_query_lens, batch.prefill_seq_lens, strict=False
         ):
-            positions = torch.arange(seq_len, device=table.device)
-            mask = positions <= positions[seq_len - query_len :].unsqueeze(1)
-            rows.append(SdpaRow(start, start + query_len, seq_len, table[: -(-seq_len // block_size)].long(), mask))
+            for piece in row_pieces(query_len, seq_len, heads, block_size):
+                end = seq_len - query_len + piece.end
+                blocks = table[piece.first // block_size : -(-end // block_size)].long()
+                mask = piece_mask(piece, seq_len - query_len, heads, self._dtype, table.device)
+                pieces.append(SdpaPiece(start + piece.begin, start + piece.end, end - piece.first, blocks, mask))
             start += query_len
-        return rows
+        return pieces
 
     def run(self, plan: object, q: torch.Tensor, cache: LayerCache, heads: Heads, out: torch.Tensor) -> None:
         assert isinstance(plan, list)
         k_scale, v_scale = (heads.k_scale, heads.v_scale) if cache.keys.dtype == FP8 else (1.0, 1.0)
-        for row in plan:
+        for piece in plan:
             keys, values = (
-                movable(side).index_select(0, row.blocks).view(side.dtype).to(q.dtype).transpose(0, 1).flatten(1, 2)
+                movable(side).index_select(0, piece.blocks).view(side.dtype).to(q.dtype).transpose(0, 1).flatten(1, 2)
                 for side in cache
             )
-            attended = F.scaled_dot_product_attention(
-                q[row.start : row.end].transpose(0, 1).unsqueeze(0),
-                keys[:, : row.seq_len].unsqueeze(0),
-                values[:, : row.seq_len].unsqueeze(0),
-                attn_mask=row.mask,
-                scale=heads.scale * k_scale,
-                enable_gqa=heads.num_heads != heads.num_kv_heads,
-            )
-            out[row.start : row.end] = attended.squeeze(0).transpose(0, 1) * v_scale
+            keys, values, queries = keys[:, : piece.num_keys], values[:, : piece.num_keys], q[piece.start : piece.end]
+            attended = attend_piece(queries, keys, values, piece.mask, heads, heads.scale * k_scale)
+            out[piece.start : piece.end] = attended * v_scale
 
 
 def _prefix_sums(counts: list[int]) -> torch.Tensor:
@@ -246,10 +291,10 @@ def _on_host(values: list[int]) -> torch.Tensor:
 
 
 class CudaAttention:
-    """The attention of all layers of a model, which have the same heads but for norms and scales.
+    """The attention of all layers of a kind: their heads differ in norms, scales and values of sinks alone.
 
     Args:
-        heads: Of any layer.
+        heads: Of any of these layers.
         block_size: Of the KV cache.
         dtype: Of activations.
         kv_dtype: Of the KV cache.
@@ -257,6 +302,7 @@ class CudaAttention:
         num_ring_entries: Steps that may be planned at a time.
         device: Where it runs.
         workspace: Shared with other kernels.
+        space: Returns what kinds share for prefill; called where FlashInfer has a kernel.
     """
 
     def __init__(
@@ -270,25 +316,24 @@ class CudaAttention:
         num_ring_entries: int,
         device: Device,
         workspace: Workspace,
+        space: Callable[[], PrefillSpace],
     ) -> None:
         self._device = device
         self._kind = heads.kind
-        self._decode = TritonDecode(
-            heads.num_heads, heads.num_kv_heads, heads.head_dim, max_query_len, device, workspace
-        )
-        missing = missing_for_flashinfer(heads.head_dim)
+        sizes = heads.num_heads, heads.num_kv_heads, heads.head_dim
+        self._decode = TritonDecode(*sizes, max_query_len, device, workspace, heads.value_dim)
+        missing = missing_for_flashinfer(heads)
         self._prefill: Prefill
         if missing is None:
-            self._prefill = FlashInferPrefill(heads, block_size, dtype, kv_dtype, num_ring_entries, device.torch_device)
+            entries, where = num_ring_entries, device.torch_device
+            self._prefill = FlashInferPrefill(heads, block_size, dtype, kv_dtype, entries, where, space=space())
         else:
             _LOG.warning("prefill attention runs in plain torch, several times slower: %s", missing)
-            self._prefill = SdpaPrefill(block_size)
+            self._prefill = SdpaPrefill(heads, block_size, dtype)
 
     def plan(self, batch: AttentionBatch, ring_entry: int) -> None:
-        """Set the batch's plans: that of its prefill rows."""
-        batch.plans = {}
-        if batch.prefill_query_lens:
-            batch.plans[self._kind] = self._prefill.plan(batch, ring_entry)
+        """Add the plan of the batch's prefill rows."""
+        batch.plans[self._kind] = self._prefill.plan(batch, ring_entry)
 
     def append(
         self, qkv: torch.Tensor, heads: Heads, rope: Rotation, cache: LayerCache, slot_mapping: torch.Tensor
@@ -306,7 +351,7 @@ class CudaAttention:
         out: torch.Tensor | None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Return one layer's output, [T, Hq * D], as `dtype` where there are decode rows alone.
+        """Return one layer's output, [T, Hq * Dv], as `dtype` where there are decode rows alone.
 
         See `raypp.ops.backend.Attention`.
         """
@@ -315,22 +360,22 @@ class CudaAttention:
         is_decode_only = num_decode_tokens == len(qkv) and batch.padded_out is None
         if out is None:
             dtype = dtype if dtype is not None and is_decode_only else qkv.dtype
-            out = torch.empty(len(qkv), heads.num_heads * heads.head_dim, dtype=dtype, device=qkv.device)
-        out_heads = out.view(len(qkv), heads.num_heads, heads.head_dim)
+            out = torch.empty(len(qkv), heads.num_heads * heads.value_dim, dtype=dtype, device=qkv.device)
+        out_heads = out.view(len(qkv), heads.num_heads, heads.value_dim)
         if num_decode_tokens <= MAX_FUSED_TOKENS and is_decode_only:
             self._decode.from_projection(
                 qkv,
                 heads,
                 rope,
-                batch.slot_mappings[0],
+                batch.slot_mappings[heads.group],
                 cache,
                 batch.seq_lens,
-                batch.block_tables[0],
+                batch.block_tables[heads.group],
                 query_len,
                 out_heads,
             )
             return out
-        q = append_heads(qkv, heads, rope, batch.slot_mappings[0], cache, self._device)
+        q = append_heads(qkv, heads, rope, batch.slot_mappings[heads.group], cache, self._device)
         attend = self._attend_rows if is_decode_only else self._attend_any_rows
         attend(q, heads, cache, batch, out_heads)
         return out
@@ -345,7 +390,10 @@ class CudaAttention:
     def _attend_rows(
         self, q: torch.Tensor, heads: Heads, cache: LayerCache, batch: AttentionBatch, out: torch.Tensor
     ) -> None:
-        """Attend the batch's rows, over a cache that has this step's tokens. Shapes: q, out [T or more, Hq, D]."""
+        """Attend the batch's rows, over a cache that has this step's tokens.
+
+        Shapes: q [T or more, Hq, Dk]; out [T or more, Hq, Dv].
+        """
         num_rows, query_len = batch.num_decode_rows, batch.decode_query_len
         num_decode_tokens = num_rows * query_len
         if num_rows:
@@ -353,7 +401,7 @@ class CudaAttention:
                 q[:num_decode_tokens],
                 cache,
                 batch.seq_lens[:num_rows],
-                batch.block_tables[0][:num_rows],
+                batch.block_tables[heads.group][:num_rows],
                 query_len,
                 heads,
                 out[:num_decode_tokens],

@@ -348,10 +348,48 @@ def call_wide(workspace: Workspace) -> None:
         decode(q, cache, lens, tables, 17, Heads(num_heads, num_kv_heads, head_dim), torch.empty_like(q))
 
 
+KINDS = (
+    (64, 8, 64, 64, {"window": 128, "sinks": torch.zeros(64)}),  # gpt-oss
+    (32, 16, 128, 128, {"window": 4096, "soft_cap": 50.0}),  # Gemma 2
+    (16, 8, 256, 256, {"window": 512}),
+    (64, 4, 192, 128, {"window": 128, "sinks": torch.zeros(64)}),  # MiMo: 16 query heads per KV head
+    (32, 4, 512, 512, {}),  # Gemma 4
+    (16, 1, 512, 512, {"soft_cap": 30.0}),
+)
+"""Heads: how many, of queries and of keys, their sizes, of keys and of values, and settings of `Heads`."""
+
+
+def call_kinds(workspace: Workspace) -> None:
+    """Call attention with windows, sinks, soft caps, and heads of other sizes."""
+    for num_heads, num_kv_heads, head_dim, value_dim, settings in KINDS if IS_FULL else KINDS[:1]:
+        kind = Heads(num_heads, num_kv_heads, head_dim, v_dim=value_dim, **settings)
+        decode = decode_attention.TritonDecode(num_heads, num_kv_heads, head_dim, 5, DEVICE, workspace, value_dim)
+        workspace.reserve(1 << 24)
+        width = (num_heads + num_kv_heads) * head_dim + num_kv_heads * value_dim
+        for kv_dtype in (BF16, *([torch.float8_e4m3fn] if DEVICE.has_fp8 and IS_FULL else [])):
+            sizes = 3, num_kv_heads, 16
+            keys, values = (torch.zeros(*sizes, dim, dtype=kv_dtype) for dim in (head_dim, value_dim))
+            cache, integers = LayerCache(keys, values), torch.zeros(16, dtype=torch.int64)
+            by = heads.rotation_table(integers, torch.ones(head_dim // 2), DEVICE)
+            heads.append_heads(torch.zeros(16, width, dtype=BF16), kind, by, integers, cache, DEVICE)
+            for rows, query_len in ((1, 1), (16, 1), (256, 1), (32, 5)):
+                q = torch.zeros(rows * query_len, num_heads, head_dim, dtype=BF16)
+                out = torch.zeros(rows * query_len, num_heads, value_dim, dtype=BF16)
+                lens, tables = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
+                decode(q, cache, lens, tables, query_len, kind, out)
+                if rows <= 16:
+                    qkv = torch.zeros(rows, width, dtype=BF16)
+                    decode.from_projection(qkv, kind, by, integers, cache, lens, tables, query_len, out)
+            copies = [torch.empty(64, num_kv_heads, dim, dtype=BF16) for dim in (head_dim, value_dim)]
+            starts, table = torch.zeros(2, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
+            heads.gather_heads(cache, table, starts, 4, kind, *copies, DEVICE)
+
+
 def main() -> None:
     """Compile, and print a list of kernels."""
     compiled = compile_instead_of_launching()
     call_all(Workspace(CPU))
+    call_kinds(Workspace(CPU))
     if IS_FULL:
         call_experts(Workspace(CPU))
         call_quantized(Workspace(CPU))

@@ -7,6 +7,7 @@ import logging
 import torch
 
 from raypp.ops import device_kernels
+from raypp.ops.attention import Heads
 from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.cuda import step_attention
 from raypp.ops.cuda.step_attention import missing_for_flashinfer
@@ -35,7 +36,8 @@ def test_float32_on_a_gpu_is_said_to_be_slow(caplog):
 
 def test_what_flashinfer_lacks(monkeypatch):
     monkeypatch.setattr(step_attention, "find_spec", lambda name: object())
-    assert missing_for_flashinfer(128) is None
-    assert "head_dim=80" in missing_for_flashinfer(80)
+    assert missing_for_flashinfer(Heads(8, 2, 128)) is None
+    assert "head_dim=80" in missing_for_flashinfer(Heads(8, 2, 80))
+    assert "values of 64" in missing_for_flashinfer(Heads(8, 2, 128, v_dim=64))
     monkeypatch.setattr(step_attention, "find_spec", lambda name: None)
-    assert 'pip install ".[gpu]" in the clone' in missing_for_flashinfer(128)
+    assert 'pip install ".[gpu]" in the clone' in missing_for_flashinfer(Heads(8, 2, 128))

@@ -130,9 +130,48 @@ def test_fp8_kv(heads, scales):
         checks.check_fused_decode(EXACT, [33, query_len, 40], query_len, *heads, query_len == 1, tuning, scales)
 
 
+@pytest.mark.parametrize(
+    ("lens", "query_len", "settings"),
+    [
+        ([75, 3, 33], 3, {"window": 20}),  # the first rows' queries do not see each other's window
+        ([75, 40], 5, {"window": 2}),  # shorter than the drafts
+        ([75, 16, 1], 1, {"window": 17, "has_sinks": True, "soft_cap": 2.0}),
+        ([20, 40], 2, {"window": 100, "has_sinks": True}),  # longer than all rows
+        ([50, 7], 1, {"v_dim": 32, "soft_cap": 5.0, "scale": 0.7}),
+        ([50, 7], 3, {"v_dim": 8, "window": 9, "has_sinks": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tuning", [DecodeTuning(1, 16), DecodeTuning(4, 16)], ids=["1", "4"])
+def test_decode_of_all_kinds(lens, query_len, settings, tuning):
+    heads = 4, 2, 16
+    checks.check_decode(EXACT, lens, query_len, *heads, tuning, 8, **settings)
+    checks.check_fused_decode(EXACT, lens, query_len, *heads, query_len == 1, tuning, **settings)
+
+
+def test_windows_of_many_splits():
+    """Only what lies in a window is split; queries whose window does not reach into a split take nothing from it."""
+    tuning = DecodeTuning(4, 16)
+    checks.check_decode(EXACT, [900, 300], 3, 2, 1, 16, tuning, window=450, has_sinks=True)
+    checks.check_decode(EXACT, [600], 40, 1, 1, 16, tuning, window=2)
+
+
+def test_fp8_kv_of_all_kinds():
+    settings = {"window": 19, "soft_cap": 3.0, "has_sinks": True, "v_dim": 24}
+    checks.check_heads(EXACT, 5, 4, 2, 16, True, (0.5, 2.0), v_dim=24)
+    checks.check_decode(EXACT, [60, 3], 2, 4, 2, 16, DecodeTuning(2, 16), 8, (0.5, 2.0), **settings)
+    checks.check_fused_decode(EXACT, [60, 3], 2, 4, 2, 16, True, DecodeTuning(2, 16), (0.5, 2.0), **settings)
+
+
+@pytest.mark.parametrize("v_dim", [8, 24])
+def test_heads_of_values_may_have_another_size(v_dim):
+    checks.check_heads(EXACT, 5, 4, 2, 16, True, v_dim=v_dim)
+
+
 @pytest.mark.parametrize("scales", [None, (0.03, 2.0)])
 def test_keys_and_values_of_prompts_are_copied(scales):
     checks.check_gather(EXACT, [40, 5, 16, 1], 3, scales)
+    checks.check_gather(EXACT, [40, 5], 2, scales, v_dim=24)
 
 
 def test_rotation_is_scaled():
@@ -163,7 +202,9 @@ def test_block_moves(sizes, dtype):
     [(1, 1, 1, 5, False), (4, 3, 9, 20, False), (7, 1, 7, 3, False), (3, 1, 0, 4, False), (5, 3, 300, 90, True)],
 )
 def test_row_inputs(num_rows, query_len, num_entries, width, has_prompts):
-    checks.check_row_inputs(num_rows, query_len, num_entries, width, has_prompts=has_prompts)
+    for num_groups in (1, 3):
+        sizes = num_rows, query_len, num_entries, width
+        checks.check_row_inputs(*sizes, has_prompts=has_prompts, num_groups=num_groups)
 
 
 @pytest.mark.parametrize("num_rows", [full(1), 3, 17])
