@@ -52,7 +52,9 @@ class StageLimit:
         kv_bytes = num_layers * kv_bytes_per_token(self.model, self.dtype_bytes)[0] * work.num_kv_tokens
         flops = sum(size.flops(work.num_tokens) for size in sizes)
         flops += 2 * head_bytes / self.dtype_bytes * work.num_logits
-        flops += 4 * num_layers * self.model.attention[0].num_heads * self.model.attention[0].head_dim * work.num_attended
+        flops += (
+            4 * num_layers * self.model.attention[0].num_heads * self.model.attention[0].head_dim * work.num_attended
+        )
         read_s = (layer_bytes + head_bytes + kv_bytes) / self.speed.read_bytes_per_s
         return max(read_s, flops / self.speed.flops_per_s)
 

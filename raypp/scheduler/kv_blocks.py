@@ -427,9 +427,7 @@ class KvBlocks:
             num_left = max(0, self.groups[index].pool.num_free - num_reserved - taken[index])
             num_tokens = min(num_tokens, num_left * self._block_size - num_ahead)
         chunk_end = self._with_lookahead(state, start + num_tokens)
-        ends = [
-            self._limits.num_blocks_for(whole if group.window is None else chunk_end) for group in self.groups
-        ]
+        ends = [self._limits.num_blocks_for(whole if group.window is None else chunk_end) for group in self.groups]
         wanted = [end - prefix.num_blocks + count for end, count in zip(ends, taken, strict=True)]
         if num_tokens <= 0 or any(
             group.pool.num_free < count + num_reserved for group, count in zip(self.groups, wanted, strict=True)
@@ -453,9 +451,7 @@ class KvBlocks:
             if num_copied:
                 # Copies wait for the steps that had the blocks: those that nobody has had for longest are there first.
                 copied.sort(key=group.pool.last_step_of)
-                group.in_cpu_memory.bring_back(
-                    absent[:num_copied], copied, max(map(group.pool.last_step_of, copied))
-                )
+                group.in_cpu_memory.bring_back(absent[:num_copied], copied, max(map(group.pool.last_step_of, copied)))
                 for key, block in zip(absent, copied, strict=False):
                     group.cache.insert(key, block)
             following = iter(copied)

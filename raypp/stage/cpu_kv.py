@@ -132,9 +132,8 @@ def open_cpu_kv(
     stores = []
     for index, group in enumerate(spec.groups):
         of_group = [cache for cache, at in zip(kv_caches, spec.layer_groups, strict=True) if at == index]
-        for caches in (of_group, [] if index else of_head):
-            if caches:
-                stores.append((index, open_block_store(caches, group.num_cpu_blocks, spec.num_staged_blocks)))
+        kinds = [caches for caches in (of_group, [] if index else of_head) if caches]
+        stores += [(index, open_block_store(caches, group.num_cpu_blocks, spec.num_staged_blocks)) for caches in kinds]
     device = torch.device(spec.device)
     if device.type != "cuda":
         return HostCpuKv(stores, counter)

@@ -83,7 +83,7 @@ def random_checkpoint(config: ModelConfig, dtype: torch.dtype, device: torch.dev
             for index, one in enumerate(stored if count else [stored]):
                 tensors[f"{module.format(index)}.{end}"] = one
 
-    q_size, kv_size = config.attention[0].num_heads * config.attention[0].head_dim, config.attention[0].num_kv_heads * config.attention[0].head_dim
+    q_size, kv_size, _ = config.attention[0].row_sizes
     embedding = normal(config.vocab_size, hidden)
     if experts is not None:
         embedding[:, :num_codes] = _expert_codes(config.vocab_size, num_codes, experts.num_chosen, generator)

@@ -60,7 +60,9 @@ def make_mixed(directory: Path, seed: int, *, num_layers: int = 6) -> Path:
         model = _model(layers)
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            parameter.data = 1 + 0.3 * noise if name.endswith("norm.weight") else (2 if "sinks" in name else 0.15) * noise
+            parameter.data = (
+                1 + 0.3 * noise if name.endswith("norm.weight") else (2 if "sinks" in name else 0.15) * noise
+            )
     save_file(model.state_dict(), directory / "model.safetensors")
     return directory
 

@@ -105,11 +105,19 @@ def test_checkpoints_are_worth_comparing_with(checkpoints, family):
     assert {config.attention[0].num_heads // config.attention[0].num_kv_heads for config in configs} == {1, 2, 4}
     assert {config.tie_word_embeddings for config in configs} == {True, False}
     assert {config.dtype for config in configs} == {"float32", "bfloat16", "float16"}
-    assert {config.attention[0].rope.rope_type for config in configs} == {"default", "llama3", "linear", "yarn", "dynamic"}
+    assert {config.attention[0].rope.rope_type for config in configs} == {
+        "default",
+        "llama3",
+        "linear",
+        "yarn",
+        "dynamic",
+    }
     if family not in ("qwen2", "mixtral"):
         assert {config.qkv_bias for config in configs} == {True, False}
     if family != "qwen2":
-        assert any(config.attention[0].head_dim != config.hidden_size // config.attention[0].num_heads for config in configs)
+        assert any(
+            config.attention[0].head_dim != config.hidden_size // config.attention[0].num_heads for config in configs
+        )
     if family in EXPERT_FAMILIES:
         experts = [config.experts for config in configs]
         assert {one.num_experts for one in experts} == {3, 4, 5, 60}

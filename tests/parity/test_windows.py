@@ -5,6 +5,7 @@ Windows are shorter than chunks and drafts, and no multiples of the block size. 
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections import Counter
@@ -17,6 +18,7 @@ from exactness import ExactComparison
 from hf_models import WINDOW_FAMILIES, hf_choices, make_checkpoint
 from mixed_layers import ARCHITECTURE, FAMILY, make_mixed, mixed_choices
 
+from raypp.api.tokenizer import Tokenizer
 from raypp.config.engine_config import EngineConfig
 from raypp.models.families import FAMILIES
 from raypp.plan.engine_plan import EnginePlan, plan_engine
@@ -55,11 +57,12 @@ def _plan(path: Path, seed: int, **more: object) -> EnginePlan:
         "max_num_seqs": rng.choice([6, 8]),
         "num_kv_blocks": 1 + (320 if is_tight else 2400) // block_size,
         "stage_num_threads": 1,
+        "cpu_kv_bytes": 1 << 22 if seed % 4 == 1 else 0,
     }
     plan = plan_engine(EngineConfig.from_flat(str(path), **(settings | more)), Hardware(1))
     if not is_tight:
         return plan
-    return with_few_blocks(plan, 5)
+    return with_few_blocks(plan, 5 if seed % 4 == 1 else 24)
 
 
 def with_few_blocks(plan: EnginePlan, num_more: int) -> EnginePlan:
@@ -103,13 +106,61 @@ def test_greedy_tokens_equal_transformers(kind, drafts, tmp_path):
         stats = engine.stats()
         met["chunked"] += stats.num_prefill_chunks > stats.num_prefills
         met["cached"] += stats.num_prefix_hit_tokens > 0
+        met["copied back"] += stats.num_blocks_copied_in > 0
         met["preempted"] += stats.num_preemptions > 0
         met["drafts accepted"] += stats.num_accepted_tokens > 0
         met["drafts refused"] += stats.num_accepted_tokens < stats.num_draft_tokens
     print(f"\n{kind}: {dict(met)}")
     comparison.assert_rare()
-    for what in ("chunked", "cached", "preempted", *(("drafts accepted", "drafts refused") if drafts else ())):
+    for what in (
+        "chunked",
+        "cached",
+        "copied back",
+        "preempted",
+        *(("drafts accepted", "drafts refused") if drafts else ()),
+    ):
         assert met[what] >= 1, f"{what} was met only {met[what]} times"
+
+
+def _tiny_with_windows(path: Path) -> Path:
+    """Write the embedded model with a window in two of three layers."""
+    source = Path(plan_engine(EngineConfig.from_flat("tiny"), Hardware(1)).model_path)
+    for file in source.iterdir():
+        (path / file.name).symlink_to(file)
+    values = json.loads((path / "config.json").read_text())
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    values |= {"use_sliding_window": True, "sliding_window": 24}
+    values["layer_types"] = [kinds[index % 3] for index in range(values["num_hidden_layers"])]
+    (path / "config.json").unlink()
+    (path / "config.json").write_text(json.dumps(values))
+    return path
+
+
+def test_late_masks_change_nothing(tmp_path):
+    """A row without its mask computes its last position again: what that sees must still be there."""
+    path, schema = _tiny_with_windows(tmp_path), {"type": "object", "properties": {"name": {"type": "string"}}}
+    tokenizer, texts = Tokenizer(str(path)), []
+    for num_stages, more, lateness in (
+        (1, {}, None),
+        (2, {"num_kv_blocks": 30, "max_model_len": 200}, random.Random(1)),
+        (3, {"speculative": {"method": "ngram", "num_speculative_tokens": 4}}, random.Random(2)),
+    ):
+        settings = {"num_stages": num_stages, "block_size": 8, "stage_num_threads": 1, **more}
+        plan = plan_engine(EngineConfig.from_flat(str(path), **settings), Hardware(1))
+        engine = LocalEngine(plan, mask_lateness=lateness)
+        ends, requests = frozenset(plan.model.eos_token_ids), []
+        for seed in range(8):
+            [prompt] = tokenizer.encode(["import json\n\nvalue = " * (1 + seed)])
+            constraint = {"json_schema": schema} if seed % 4 else {"regex": "[a-z ]{60,90}"}
+            params = SamplingParams(max_tokens=100, temperature=1.0, seed=seed, structured_outputs=constraint)
+            requests.append(engine.submit(prompt, params, eos_token_ids=ends))
+        while engine.has_unfinished:
+            engine.step()
+        engine.drain()
+        engine.scheduler.check_integrity()
+        assert engine.stats().num_late_masks or lateness is None
+        texts.append([request.output_token_ids for request in requests])
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_a_text_of_5000_tokens_through_windows_of_64(tmp_path):

@@ -250,7 +250,9 @@ class ReplayStage:
         for index, group in enumerate(self._limits.groups):
             first = 0 if group.window is None else max(0, start + 1 - group.window)
             for position in range(first, min(start, row.limit)):
-                assert self._kv[self._slot(row, index, position)] == row.histories[position], "the KV holds other tokens"
+                assert self._kv[self._slot(row, index, position)] == row.histories[position], (
+                    "the KV holds other tokens"
+                )
 
     def _write(self, row: ReplayRow, start: int, token_ids: list[int]) -> None:
         history = row.histories[start - 1] if start else ROOT

@@ -11,9 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_scheduler_replay import Drive, drive, limits, scarce_limits
 
-from raypp.messages import BlockGroup
 from raypp.errors import RequestError
-from raypp.messages import StartItems, StepPlan, unpack
+from raypp.messages import BlockGroup, StartItems, StepPlan, unpack
 from raypp.prompt_items import EncoderItem, PromptItems, keys_of_array
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.types import FinishReason

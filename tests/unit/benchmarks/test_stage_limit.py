@@ -36,7 +36,10 @@ def test_reading_bounds_a_decode_step_and_the_last_stage_reads_the_head(shapes):
 def test_arithmetic_bounds_a_prompt(shapes):
     speed = DeviceSpeed(read_bytes_per_s=1e15, flops_per_s=1e9)
     work = Work(num_tokens=10, num_kv_tokens=10, num_attended=55, num_logits=0)
-    flops = 2 * 10 * layer_sizes(shapes, 2)[0].weight_bytes / 2 + 4 * shapes.attention[0].num_heads * shapes.attention[0].head_dim * 55
+    flops = (
+        2 * 10 * layer_sizes(shapes, 2)[0].weight_bytes / 2
+        + 4 * shapes.attention[0].num_heads * shapes.attention[0].head_dim * 55
+    )
     assert StageLimit(shapes, 0, 1, False, 2, speed).seconds(work) == pytest.approx(flops / 1e9)
 
 

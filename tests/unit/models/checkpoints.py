@@ -60,7 +60,10 @@ def write_config(directory: Path, **changes: object) -> Path:
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Return the tensors that a checkpoint of this configuration has: Qwen3, or one with experts."""
     c = load_model_config(directory)
-    query, key_value = c.attention[0].num_heads * c.attention[0].head_dim, c.attention[0].num_kv_heads * c.attention[0].head_dim
+    query, key_value = (
+        c.attention[0].num_heads * c.attention[0].head_dim,
+        c.attention[0].num_kv_heads * c.attention[0].head_dim,
+    )
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
     for index in range(c.num_layers):
         layer = f"model.layers.{index}."

@@ -37,7 +37,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_published_form(tmp_path):
     config = load_model_config(write_config(tmp_path))
     assert config.architecture == "Qwen3ForCausalLM"
-    assert (config.num_layers, config.attention[0].num_heads, config.attention[0].num_kv_heads, config.attention[0].head_dim) == (3, 4, 2, 8)
+    assert (
+        config.num_layers,
+        config.attention[0].num_heads,
+        config.attention[0].num_kv_heads,
+        config.attention[0].head_dim,
+    ) == (3, 4, 2, 8)
     assert config.attention[0].rope == RopeConfig(theta=1e6)
     assert config.qk_norm
     assert not config.qkv_bias
@@ -211,7 +216,11 @@ def test_another_scaling_can_be_asked_for(tmp_path, form):
     said = {"rope_theta": 5e5} if form == "old" else {"rope_theta": ..., "rope_parameters": {"rope_theta": 5e5}}
     path = write_config(tmp_path, max_position_embeddings=40960, **said)
     config = load_model_config(path, rope_scaling=YARN)
-    assert (config.attention[0].rope.rope_type, config.attention[0].rope.theta, config.max_position_embeddings) == ("yarn", 5e5, 131072)
+    assert (config.attention[0].rope.rope_type, config.attention[0].rope.theta, config.max_position_embeddings) == (
+        "yarn",
+        5e5,
+        131072,
+    )
     short = load_model_config(path, rope_scaling={"rope_type": "yarn", "factor": 2.0})
     assert short.max_position_embeddings == 81920, "the original positions are those of the file"
     assert load_model_config(path, rope_scaling={"rope_type": "default"}) == load_model_config(path)
