@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,34 @@ def test_of_a_hugging_face_id_the_configuration_alone_is_downloaded(monkeypatch:
         resolve_config_path("Qwen/NoNetwork")
     assert "no route to host" in str(caught.value.got)
     assert "directory that holds the model's config.json" in str(caught.value.hint)
+
+
+def test_layers_with_windows_take_the_memory_of_their_windows(tmp_path: Path) -> None:
+    """Gemma-3-27B's shape at 128k tokens: 52 of 62 layers see 1,024 tokens. Against all layers keeping all."""
+    kinds = [("full_attention" if index % 6 == 5 else "sliding_attention") for index in range(62)]
+    values = {
+        "architectures": ["MinistralForCausalLM"],
+        "vocab_size": 262208,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "sliding_window": 1024,
+        "max_position_embeddings": 131072,
+        "torch_dtype": "bfloat16",
+    }
+    token_bytes, held = [], []
+    for layer_types in (kinds, ["full_attention"] * 62):
+        (tmp_path / "config.json").write_text(json.dumps({**values, "layer_types": layer_types}))
+        machines = read_machines("2x80GB")
+        config = EngineConfig.from_flat(tmp_path, num_stages=2, load_format="dummy")
+        fit = check_fit(config, described_hardware(machines), machines)
+        assert fit.plan is not None
+        kv_bytes = sum(stage.kv_cache_bytes for stage in fit.plan.stages)
+        token_bytes.append(kv_bytes / fit.num_kv_tokens)
+        held.append(fit.requests_held(131072))
+    print(f"\nKV bytes per token: {token_bytes[0]:,.0f} of {token_bytes[1]:,.0f}; requests of 128k tokens: {held}")
+    assert token_bytes[0] <= 0.3 * token_bytes[1]
+    assert held[0] >= 3 * held[1] > 0
