@@ -71,7 +71,6 @@ class JsonCall:
             syntax: How it is written.
             opening: The mark and the white space in front of the object.
         """
-        self._syntax = syntax
         self.opening = opening
         self._object = JsonArguments(syntax.end, {})  # the whole call
         self._written = ""  # as JSON
