@@ -310,7 +310,7 @@ def measure(kind: str, count: int, *, traces_memory: bool) -> Load:
             del made
             while driver.num_waiting < expected:
                 coming.append(driver.turn(answers=not traces_memory))  # what rows yield is not to be counted
-        num_bytes, num_pixel_bytes = 0, driver.requests.num_pixel_bytes
+        num_bytes, num_pixel_bytes = 0, driver.requests.memory.num_pixel_bytes
         if traces_memory:
             gc.collect()
             num_bytes = tracemalloc.get_traced_memory()[0] - before

@@ -83,6 +83,7 @@ class EngineMetrics:
         """
         self._as_vllm = as_vllm
         self._names = (model, replica)
+        self.replica = replica
         self._collectors: list[Collector] = [_ProcessSeries(self._names)]
         self._ttft = self._histogram("raypp_time_to_first_token_seconds", "Arrival to first token", _SECONDS)
         self._itl = self._histogram("raypp_inter_token_seconds", "Time between two tokens", _TOKEN_SECONDS)
@@ -94,11 +95,6 @@ class EngineMetrics:
         self._ends = self._counter("raypp_requests_finished", "Sequences by how they ended", "reason")
         self._http = self._counter("raypp_http_responses", "Responses by route and status", "route", "status")
         self._view = self.view()
-
-    @property
-    def replica(self) -> str:
-        """The name of the replica whose series these are."""
-        return self._names[1]
 
     def count_end(self, reason: str, num_sequences: int = 1) -> None:
         """Count sequences that ended."""
@@ -134,7 +130,7 @@ class EngineMetrics:
 
 
 class SeriesView:
-    """All series of a replica, for one who looks again and again: shares of the time are those since its last look."""
+    """All series of a replica, for one reader: shares of the time are those since its last look."""
 
     def __init__(self, names: tuple[str, str], collectors: Iterable[Collector]) -> None:
         self._engine = _EngineCollector(names)
@@ -148,7 +144,7 @@ class SeriesView:
         Args:
             stats: The engine's figures of this moment; empty when it is dead.
         """
-        self._engine.stats = stats
+        self._engine.take(stats)
         return self._registry
 
 
@@ -246,13 +242,8 @@ class _EngineCollector(Collector):
         self._shares: tuple[list[float], float] | None = None
         self._stats: Mapping[str, Any] = {}
 
-    @property
-    def stats(self) -> Mapping[str, Any]:
-        """The figures that are exposed."""
-        return self._stats
-
-    @stats.setter
-    def stats(self, stats: Mapping[str, Any]) -> None:
+    def take(self, stats: Mapping[str, Any]) -> None:
+        """Take in the figures that are exposed from now on."""
         self._stats = stats
         if "stages" in stats:
             self._shares = busy_shares(self._last, stats) or self._shares

@@ -7,7 +7,7 @@ While an engine that died is started again, its requests stay here, new ones joi
 engine gets what is unfinished, each continuation with the tokens that it has, and goes on with the same text.
 
 A long list of requests is sent in parts (`SendWindow`): the engine refuses what it has no room for. What is not sent
-waits here, with the caller, who holds it anyway.
+waits here, with the caller, which holds it anyway.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class WaitingRoom:
             max_bytes=config.scheduler.max_waiting_bytes, max_pixel_bytes=config.encoder.max_waiting_pixel_bytes
         )
         for request in requests:
-            with suppress(RequestError):  # there never was room, which it was about to be told
+            with suppress(RequestError):  # there never was room, and it was about to be refused
                 self._add(request, is_new=False)
 
     def enter(self, requests: Sequence[RunningRequest]) -> None:
@@ -422,7 +422,7 @@ class Frontend:
 
     def _run_suspect(self) -> None:
         is_open = self._connection.is_open
-        if is_open and self._poison.has_suspects and (request_id := self._poison.next(self._requests)) is not None:
+        if is_open and self._poison.suspects and (request_id := self._poison.next(self._requests)) is not None:
             _log.info("an engine died before request %s had a token: it is handed over after others", request_id)
             self._send_begun([request_id], goes_first=True)
 
@@ -502,7 +502,7 @@ class Frontend:
             self._waiting_room.leave(request)
 
     def _fail(self, request: RunningRequest, error: RayppError, *, but: int | None = None) -> None:
-        """End a request with an error; the engine need not be told of the continuation with the handle `but`."""
+        """End a request with an error, and abort its continuations in the engine, but for the handle `but`."""
         self._forget(request)
         engine_ids = [completion.engine_id for completion in request.unfinished if completion.handle != but]
         request.fail(error)
@@ -529,7 +529,7 @@ class Frontend:
                 strict=True,
             ),
         )
-        if self._poison.has_suspects:
+        if self._poison.suspects:
             self._poison.note_tokens(self._ids_of(h for h, n in zip(*columns[:2], strict=True) if n))
         for handle, num_tokens, reason, stop_token_id, (logprobs, prompt_logprobs), counters in zip(
             *columns, strict=True

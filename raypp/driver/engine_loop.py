@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-import zmq
-
 from raypp.driver.grammars import Grammars
 from raypp.driver.item_encoders import ItemEncoders, ItemFailed, ItemsDropped, ItemsStored
 from raypp.driver.stage_health import FailureReports, StageActivity, StageHealth, Witness
@@ -42,11 +40,10 @@ class ChannelPipeline:
         self._health = health
         self._failures = failures
         self.activity = StageActivity(health.num_stages, predictor)
-
-    @property
-    def socket(self) -> zmq.Socket[bytes]:
-        """The socket on which results arrive, for a poller."""
-        return self._channel.socket
+        self.socket = channel.socket
+        """On which results arrive, for a poller."""
+        self.send_heartbeat = channel.send_heartbeat
+        """Tells the stages that the driver lives."""
 
     def submit(self, plan: StepPlan) -> None:
         """Hand a plan to every stage.
@@ -85,10 +82,6 @@ class ChannelPipeline:
                     self._failures.add(error, Witness.OWN_FAILURE if is_cause else Witness.NEIGHBOUR)
         return results
 
-    def send_heartbeat(self) -> None:
-        """Tell the stages that the driver lives."""
-        self._channel.send_heartbeat()
-
     def close(self) -> None:
         """Tell the stages to stop."""
         self._channel.send_stop()
@@ -126,11 +119,11 @@ class Engine:
     """A scheduler, the pipeline that it plans for, and the encoders of images if there are any.
 
     Args:
-        scheduler: Who plans.
-        pipeline: Who executes the plans.
+        scheduler: Plans steps.
+        pipeline: Executes the plans.
         tracer: Of the driver.
-        encoders: Who encodes images; without them, requests with images are refused.
-        grammars: Who follows grammars; without them, requests that need that are refused.
+        encoders: Encode images; without them, requests with images are refused.
+        grammars: Follow grammars; without them, requests that need that are refused.
     """
 
     def __init__(
@@ -209,11 +202,11 @@ class Engine:
             if self._scheduler.without_logits:
                 self._failed += [(request, not_finite(request)) for request in self._scheduler.without_logits]
                 self._scheduler.without_logits = []
-            if self._grammars is not None and self._grammars.num_texts:
+            if self._grammars is not None and self._grammars.texts:
                 self._grammars.note_step(result.step_id, brought)
                 brought = [update for update in brought if update.is_news]
             self._updates.extend(brought)
-        if self._grammars is not None:
+        if self._grammars is not None and self._grammars.texts:
             self._look_at_grammars(self._grammars)
         if self._encoders is not None:
             self._exchange(self._encoders)
@@ -267,7 +260,7 @@ class Engine:
         return self._scheduler.num_in_flight > 0
 
     def stats(self) -> SchedulerStats:
-        """Return the scheduler's counters. Who waits for a grammar waits."""
+        """Return the scheduler's counters. Requests that are held back for their grammar count as waiting."""
         stats = self._scheduler.stats()
         num_held_back = self._grammars.num_held_back if self._grammars is not None else 0
         return replace(stats, num_waiting=stats.num_waiting + num_held_back) if num_held_back else stats

@@ -1,4 +1,4 @@
-"""The requests under a grammar: held back until it is compiled, begun when they get a row, told about each step.
+"""The requests under a grammar: held back until it is compiled, begun when they get a row, continued after each step.
 
     add --> CompileJob ... it is done --> scheduler ... a row --> MaskJob ... it is done --> masks to the last stage
                                                           |
@@ -32,7 +32,7 @@ from raypp.grammar.grammar_threads import (
     SlowMaskJob,
 )
 from raypp.grammar.text_grammar import TextGrammar
-from raypp.messages import NO_INT32S, NO_STEP, Int32s, MaskUpdate
+from raypp.messages import NO_INT32S, NO_STEP, MaskUpdate, int32s
 from raypp.request import Request, RequestUpdate
 from raypp.structured_outputs import source_of
 
@@ -198,18 +198,15 @@ class Grammars:
         """
         self._backend = backend
         self._send_masks = send_masks
-        self._texts: dict[Request, _Text] = {}
+        self.texts: dict[Request, _Text] = {}
+        """The unfinished requests under a grammar. While there are none, `poll` has nothing to do unless `fileno` says
+        so."""
         self._ready: deque[_Text] = deque()  # to be admitted, closed ones among them
         self._constraints: Constraints = Constraints(backend, compile_timeout_s)
         self._making: dict[MaskJob, _Text] = {}  # the oldest first
         self._news = GrammarNews()
         self.num_held_back = 0
         """Requests whose grammar is not compiled yet."""
-
-    @property
-    def num_texts(self) -> int:
-        """Unfinished requests under a grammar."""
-        return len(self._texts)
 
     def fileno(self) -> int | None:
         """Return what a poller finds readable when `poll` has something to do; see `GrammarBackend`."""
@@ -219,7 +216,7 @@ class Grammars:
         """Take in a request; return whether it may run. If not, `poll` tells once its grammar is compiled."""
         assert request.params.structured_outputs is not None
         constraint = self._constraints.join(request.params.structured_outputs)
-        text = self._texts[request] = _Text(request, constraint)
+        text = self.texts[request] = _Text(request, constraint)
         is_compiled = self._constraints.compiled(constraint) is not None
         text.is_admitted = is_compiled and not self._ready  # those go first
         if not text.is_admitted:
@@ -232,11 +229,11 @@ class Grammars:
 
     def is_held_back(self, request: Request) -> bool:
         """Return whether the request's grammar is not compiled yet."""
-        return request in self._texts and not self._texts[request].is_admitted
+        return request in self.texts and not self.texts[request].is_admitted
 
     def close(self, request: Request) -> None:
         """Forget a request; one without a grammar is none that was known."""
-        text = self._texts.pop(request, None)
+        text = self.texts.pop(request, None)
         if text is None:
             return
         self.num_held_back -= not text.is_admitted
@@ -246,7 +243,7 @@ class Grammars:
 
     def note_started(self, request: Request, row: int, step_id: int) -> None:
         """Say that a request takes a row over with a step, for the first time or after a preemption."""
-        if (text := self._texts.get(request)) is not None:
+        if (text := self.texts.get(request)) is not None:
             text.row, text.start_step = row, step_id
             if text.grammar is not None:
                 self._tell_stage([text])
@@ -256,7 +253,7 @@ class Grammars:
     def note_step(self, step_id: int, updates: Sequence[RequestUpdate]) -> None:
         """Take in what a step brought."""
         for update in updates:
-            if update.draft_ids is None or (text := self._texts.get(update.request)) is None:
+            if update.draft_ids is None or (text := self.texts.get(update.request)) is None:
                 continue
             if update.finish_reason:
                 self.close(text.request)
@@ -271,7 +268,7 @@ class Grammars:
                 fresh += self._take_masks(job)
             elif isinstance(job, CompileJob):
                 self._take_compiled(job)
-        if self._texts:  # what was begun for requests that have left ends by itself, or is given up for the next one
+        if self.texts:  # what was begun for requests that have left ends by itself, or is given up for the next one
             self._tell_stage(fresh)
             self._check_time()
             self._constraints.compile_next()
@@ -301,7 +298,7 @@ class Grammars:
         """Let some of those run whose grammar is compiled; the others in later calls."""
         while self._ready and len(self._news.admitted) < _ADMITTED_AT_ONCE:
             text = self._ready.popleft()
-            if text.request in self._texts:
+            if text.request in self.texts:
                 text.is_admitted = True
                 self.num_held_back -= 1
                 self._news.admitted.append(text.request)
@@ -349,9 +346,9 @@ class Grammars:
         drafts = [token_id for _, masks in told for token_id in masks.draft_ids]
         self._send_masks(
             MaskUpdate(
-                rows=_int32s([text.row for text, _ in told]),
+                rows=int32s([text.row for text, _ in told]),
                 moments=np.array([_moment(text, latest) for text, latest in told], np.int64),
-                draft_ids=_int32s(drafts) if drafts else NO_INT32S,
+                draft_ids=int32s(drafts) if drafts else NO_INT32S,
                 bitmasks=np.concatenate([masks.bitmasks for _, masks in told]),
             )
         )
@@ -378,10 +375,6 @@ def _moment(text: _Text, latest: MaskJob) -> tuple[int, int, int, int]:
     after_step = max(latest.after_step, text.start_step - 1)
     position = len(text.request.prompt_token_ids) + latest.num_accepted
     return text.start_step, after_step, position, len(latest.bitmasks)
-
-
-def _int32s(values: Sequence[int]) -> Int32s:
-    return np.array(values, np.int32)
 
 
 def _too_slow(took_s: float, num_tokens: int) -> RequestError:

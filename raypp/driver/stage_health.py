@@ -48,7 +48,7 @@ class _Stage:
 class _Step:
     cohort: int
     num_decode_rows: int
-    num_scheduled_tokens: Int32s  # these are added up only when somebody looks
+    num_scheduled_tokens: Int32s  # these are added up only when a timeline is asked for
     num_computed_tokens: Int32s
     samples: Bools
 
@@ -62,7 +62,7 @@ class StageActivity:
 
     Args:
         num_stages: That report.
-        predictor: Learns from what they report; None: nobody does.
+        predictor: Learns from what they report; None: nothing does.
     """
 
     def __init__(self, num_stages: int, predictor: StepPredictor | None = None) -> None:
@@ -85,7 +85,7 @@ class StageActivity:
             stage.graphs = graphs
 
     def note_dispatched(self, plan: StepPlan) -> None:
-        """Remember whose step this is."""
+        """Remember the step's cohort, rows and tokens."""
         if not self._num_in_flight:
             self._active_since_ns = time.monotonic_ns()
         self._num_in_flight += 1

@@ -120,7 +120,7 @@ class SlowMaskJob(MaskJob):
 
 
 class GrammarBackend(Protocol):
-    """Whoever does jobs. One thread's."""
+    """Does jobs. For one thread."""
 
     def submit(self, job: Job) -> None:
         """Have a job done. Does not wait for it, and raises nothing."""
@@ -268,7 +268,7 @@ class GrammarThreads:
     def _load(self, source: VocabularySource) -> None:
         try:
             self._vocabulary.set_result(source.load())
-        except BaseException as error:  # those who need it will see
+        except BaseException as error:  # the jobs that need it fail with it
             self._vocabulary.set_exception(error)
 
     def _loaded(self) -> Vocabulary:

@@ -24,7 +24,7 @@ class EagleProposer:
     Args:
         head: With its weights.
         kv_cache: The head's own, [2, num_blocks, Hk, block_size, D].
-        block_tables: Of all rows, int32 [max_num_seqs, W]; somebody else keeps them current.
+        block_tables: Of all rows, int32 [max_num_seqs, W]; kept current elsewhere.
         num_drafts: K_max.
         max_len: The most tokens of a row, drafts included.
     """
