@@ -204,21 +204,14 @@ def _add_frames(requests: Sequence[Request]) -> list[bytes | memoryview]:
         if id(request.params) not in params:
             params[id(request.params)] = len(values)
             values.append([getattr(request.params, name) for name in PARAMETERS])
-        header = {name: getattr(request, name) for name in _PLAIN_FIELDS}
-        header["params"] = params[id(request.params)]
-        header["num_prompt_tokens"] = None if same else len(request.prompt_token_ids)  # None: the one before has it
-        header["num_output_tokens"] = len(request.output_token_ids)  # they follow the prompt, or the request before
-        header["bad_word_token_ids"] = request.bad_word_token_ids
-        header["eos_token_ids"] = sorted(request.eos_token_ids)
-        header["items"] = None
-        if (items := request.items) is not None:
-            header["items"] = {
-                "items": [
-                    [item.key.hex(), *item.grid_thw, item.num_tokens, item.patches.shape[1]] for item in items.items
-                ],
-                "starts": items.starts,
-                "merge_size": items.merge_size,
-            }
+        header = {name: getattr(request, name) for name in _PLAIN_FIELDS} | {
+            "params": params[id(request.params)],
+            "num_prompt_tokens": None if same else len(request.prompt_token_ids),  # None: the one before has it
+            "num_output_tokens": len(request.output_token_ids),  # they follow the prompt, or the request before
+            "bad_word_token_ids": request.bad_word_token_ids,
+            "eos_token_ids": sorted(request.eos_token_ids),
+            "items": None if request.items is None else _items_header(request.items),
+        }
         headers.append(header)
         before = request
     payload = np.concatenate(token_ids).astype("<i4", copy=False) if token_ids else NO_INT32S
@@ -259,6 +252,11 @@ def _requests_from(
 def _end_tokens(token_ids: tuple[int, ...]) -> frozenset[int]:
     """Return one set for all requests of a model: a set for each would take more memory than the rest of it."""
     return frozenset(token_ids)
+
+
+def _items_header(items: PromptItems) -> dict[str, Any]:
+    columns = [[item.key.hex(), *item.grid_thw, item.num_tokens, item.patches.shape[1]] for item in items.items]
+    return {"items": columns, "starts": items.starts, "merge_size": items.merge_size}
 
 
 def _items_from(
