@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import takewhile
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -46,7 +47,7 @@ _ADMITTED_AT_ONCE = 64
 """Requests that `poll` says may run: thousands may wait for the same grammar."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Constraint:
     """What the texts of unfinished requests share."""
 
@@ -54,7 +55,6 @@ class Constraint:
     value: Mapping[str, Any]  # `SamplingParams.structured_outputs`
     is_queued: bool = False  # to be compiled, or being so
     is_slow: bool = False  # whether the newest masks of one of its texts took long
-    num_texts: int = 0
     waiting: dict[_Text, None] = field(default_factory=dict)  # texts that can go on once it is compiled
 
 
@@ -85,7 +85,7 @@ class Constraints:
         """
         self._backend = backend
         self._timeout_s = timeout_s
-        self._by_key: dict[str, Constraint] = {}
+        self._by_key: WeakValueDictionary[str, Constraint] = WeakValueDictionary()  # while texts or queues hold them
         self._queue: deque[Constraint] = deque()
         self._compiling: dict[CompileJob, Constraint] = {}
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()  # by key, the last used ones last
@@ -99,14 +99,7 @@ class Constraints:
             constraint = self._by_key[key] = Constraint(key, value)
         elif isinstance(value, dict):
             value.update(constraint.value)  # the same, so that its memory is kept only once
-        constraint.num_texts += 1
         return constraint
-
-    def leave(self, constraint: Constraint, text: _Text) -> None:
-        """Forget one of a constraint's texts."""
-        constraint.waiting.pop(text, None)
-        constraint.num_texts -= 1
-        self._forget_unused(constraint)
 
     def compiled(self, constraint: Constraint) -> CompiledGrammar | None:
         """Return the constraint's grammar; None if it has to be compiled, perhaps once more."""
@@ -132,7 +125,6 @@ class Constraints:
                 self._backend.submit(job)
             else:
                 constraint.is_queued = False
-                self._forget_unused(constraint)
 
     def take(self, job: CompileJob) -> list[_Text]:
         """Take in what a job has brought; return the texts that waited for that."""
@@ -159,7 +151,6 @@ class Constraints:
         """Return the texts that waited for a constraint, which is no longer to be compiled."""
         constraint.is_queued = False
         texts, constraint.waiting = list(constraint.waiting), {}
-        self._forget_unused(constraint)
         return texts
 
     def _keep(self, key: str, compiled: CompiledGrammar) -> None:
@@ -168,10 +159,6 @@ class Constraints:
         while self._num_kept_bytes > _MAX_KEPT_BYTES and len(self._kept) > 1:
             _, oldest = self._kept.popitem(last=False)
             self._num_kept_bytes -= oldest.memory_size_bytes
-
-    def _forget_unused(self, constraint: Constraint) -> None:
-        if not constraint.num_texts and not constraint.is_queued:
-            self._by_key.pop(constraint.key, None)
 
 
 @dataclass(frozen=True)
@@ -237,7 +224,7 @@ class Grammars:
         if text is None:
             return
         self.num_held_back -= not text.is_admitted
-        self._constraints.leave(text.constraint, text)
+        text.constraint.waiting.pop(text, None)
         if text.job is not None:
             del self._making[text.job]
 

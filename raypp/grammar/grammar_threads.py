@@ -180,10 +180,8 @@ class GrammarThreads:
                 os.eventfd_read(self._descriptor)
         done = list[Job]()
         while self._done:
-            done.append(self._done.popleft())
-        for job in done:
-            if job.is_given_up:
-                self._pools[type(job)].num_given_up -= 1
+            done.append(job := self._done.popleft())
+            self._pools[type(job)].num_given_up -= job.is_given_up
         return done
 
     def give_up(self, job: Job) -> None:
