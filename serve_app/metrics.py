@@ -60,8 +60,10 @@ _COUNTERS = (
     ("raypp_encoder_tokens", "Tokens encoded, padding included", "num_encoder_tokens"),
     ("raypp_encoder_padding_tokens", "Of these, padding", "num_encoder_padding_tokens"),
 )
-
-
+_STAGE_COUNTERS = (
+    ("raypp_stage_busy_seconds", "Time in forwards", "busy_s"),
+    ("raypp_stage_copy_wait_seconds", "Time that steps waited for KV blocks on their way", "copy_wait_s"),
+)
 _RECOVERY_COUNTERS = (
     ("raypp_engine_restarts", "Times that the engine died and was started again", "count"),
     ("raypp_engine_paused_seconds", "Time that requests waited for the engine to be started again", "paused_s"),
@@ -255,47 +257,43 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
-        stats, names = self._stats, list(self._names)
+        stats, gauge, counter = self._stats, GaugeMetricFamily, CounterMetricFamily
         is_up = bool(stats) and not stats.get("is_recovering", False)
-        yield self._gauge("raypp_engine_up", "Whether the engine answers", [([], float(is_up))])
+        yield self._family(gauge, "raypp_engine_up", "Whether the engine answers", [([], float(is_up))])
         for name, what, key in _GAUGES:
             if key in stats:
-                yield self._gauge(name, what, [([], stats[key])])
+                yield self._family(gauge, name, what, [([], stats[key])])
         for counters, values in ((_COUNTERS, stats), (_RECOVERY_COUNTERS, stats.get("recoveries", {}))):
             for name, what, key in counters:
                 if key in values:
-                    family = CounterMetricFamily(name, what, labels=_LABELS)
-                    family.add_metric(names, values[key])
-                    yield family
+                    yield self._family(counter, name, what, [([], values[key])])
         if "stages" not in stats:
             return
-        labels = (*_LABELS, "stage")
-        busy = CounterMetricFamily("raypp_stage_busy_seconds", "Time in forwards", labels=labels)
-        copies = CounterMetricFamily(
-            "raypp_stage_copy_wait_seconds", "Time that steps waited for KV blocks on their way", labels=labels
-        )
-        for index, stage in enumerate(stats["stages"]):
-            busy.add_metric([*names, str(index)], stage["busy_s"])
-            copies.add_metric([*names, str(index)], stage["copy_wait_s"])
-        yield busy
-        yield copies
-        active = CounterMetricFamily("raypp_active_seconds", "Time with steps in flight", labels=_LABELS)
-        active.add_metric(names, stats["active_s"])
-        yield active
+        for name, what, key in _STAGE_COUNTERS:
+            by_stage = [([str(index)], stage[key]) for index, stage in enumerate(stats["stages"])]
+            yield self._family(counter, name, what, by_stage, "stage")
+        yield self._family(counter, "raypp_active_seconds", "Time with steps in flight", [([], stats["active_s"])])
         if self._shares is not None:
             shares, bubble = self._shares
-            yield self._gauge(
+            yield self._family(
+                gauge,
                 "raypp_stage_busy_ratio",
                 "Share of the time with steps in flight in which the stage computed, since the last look",
                 [([str(index)], share) for index, share in enumerate(shares)],
                 "stage",
             )
-            yield self._gauge(
-                "raypp_bubble_ratio", "Share of it in which a stage did not, over all stages", [([], bubble)]
-            )
+            what = "Share of it in which a stage did not, over all stages"
+            yield self._family(gauge, "raypp_bubble_ratio", what, [([], bubble)])
 
-    def _gauge(self, name: str, what: str, values: list[tuple[list[str], float]], *labels: str) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, what, labels=(*_LABELS, *labels))
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        what: str,
+        values: list[tuple[list[str], float]],
+        *labels: str,
+    ) -> Metric:
+        family = kind(name, what, labels=(*_LABELS, *labels))
         for extra, value in values:
             family.add_metric([*self._names, *extra], value)
         return family
