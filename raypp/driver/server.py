@@ -95,7 +95,7 @@ class OpenRequests:
         self.of_client.setdefault(request.client, {})[request.request_id] = request
 
     def remove(self, request: Request) -> None:
-        """Forget a request that has ended; one that was forgotten already is ignored."""
+        """Forget a request that has ended; one that was refused, or forgotten already, is ignored."""
         if self.memory.remove(request):
             of_client = self.of_client.get(request.client, {})
             if of_client.get(request.request_id) is request:
@@ -315,12 +315,8 @@ class DriverServer:
         request.client = client
         try:
             self._requests.admit(request)
-        except (QueueFullError, RequestError) as error:
-            self._send(client, Rejected(request.handle, error))
-            return
-        try:
             self._engine.add(request)
-        except RequestError as error:
+        except (QueueFullError, RequestError) as error:
             self._requests.remove(request)
             self._send(client, Rejected(request.handle, error))
 
