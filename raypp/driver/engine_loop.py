@@ -33,13 +33,13 @@ class ChannelPipeline:
         channel: DriverChannel,
         health: StageHealth,
         failures: FailureReports,
-        predictor: StepPredictor | None = None,
+        predictor: StepPredictor,
     ) -> None:
         """Take over the channel; `predictor` learns how long steps take."""
         self._channel = channel
         self._health = health
         self._failures = failures
-        self.activity = StageActivity(health.num_stages, predictor)
+        self.activity = StageActivity(predictor)
         self.socket = channel.socket
         """On which results arrive, for a poller."""
         self.send_heartbeat = channel.send_heartbeat

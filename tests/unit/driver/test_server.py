@@ -40,6 +40,7 @@ from raypp.messages import NO_STEP, OutputBatch, StepPlan, StepResult, pack, unp
 from raypp.request import Request
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.scheduler import Scheduler
+from raypp.scheduler.step_budget import RooflineCost, StageTimes, StepPredictor
 from raypp.stage.failure import describe_failure
 from raypp.step_channel import DriverChannel, StageChannel, Stop
 from raypp.testing.local_engine import InlineGrammars
@@ -116,7 +117,9 @@ class Rig:
         self.scheduler = Scheduler(limits)
         health = StageHealth(NUM_STAGES, step_timeout_s=step_timeout_s, silence_timeout_s=silence_timeout_s)
         failures = FailureReports()
-        pipeline = ChannelPipeline(channel, health, failures)
+        times = StageTimes(0.01, 0.01, 1.0, 0.001, 0.01, 1e-5, 1e-6)
+        predictor = StepPredictor(RooflineCost(100.0), [times] * NUM_STAGES)
+        pipeline = ChannelPipeline(channel, health, failures, predictor)
         grammars = Grammars(InlineGrammars(VocabularySource("", 0, ())), math.inf, pipeline.send_masks)
         engine = Engine(self.scheduler, pipeline, Tracer("driver", enabled=False), None, grammars)
         self.connected = threading.Event()
