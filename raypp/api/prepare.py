@@ -234,14 +234,9 @@ def params_per_request(params: Params, num_requests: int, default: SamplingParam
     Raises:
         RequestError: they are of another kind, or not as many.
     """
-    listed: Iterable[SamplingParams]
     if params is None or isinstance(params, SamplingParams):
-        listed = [params or default] * num_requests
-    elif isinstance(params, Sequence):
-        listed = params
-    else:
-        listed = [params]
-    result = list(listed)
+        params = [params or default] * num_requests
+    result = list(params) if isinstance(params, Sequence) else [params]
     for param in result:
         if not isinstance(param, SamplingParams):
             raise RequestError(
