@@ -51,6 +51,7 @@ from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.request import Request
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.scheduler import Scheduler
+from raypp.scheduler.step_budget import RooflineCost, StageTimes, StepPredictor
 from raypp.step_channel import DriverChannel, StageChannel
 from raypp.tracing import Tracer
 from raypp.types import SamplingParams
@@ -171,7 +172,9 @@ class LoadedDriver:
         )
         self.scheduler = Scheduler(limits)
         health, failures = StageHealth(1, step_timeout_s=600, silence_timeout_s=600), FailureReports()
-        self._pipeline = ChannelPipeline(channel, health, failures)
+        times = StageTimes(0.01, 0.01, 1.0, 0.001, 0.01, 1e-5, 1e-6)
+        predictor = StepPredictor(RooflineCost(100.0), [times])
+        self._pipeline = ChannelPipeline(channel, health, failures, predictor)
         silent = Tracer("driver", enabled=False)
         self.grammars = _AnsweringGrammars()
         grammars = Grammars(self.grammars, 20.0, self._pipeline.send_masks)
@@ -310,7 +313,7 @@ def measure(kind: str, count: int, *, traces_memory: bool) -> Load:
             del made
             while driver.num_waiting < expected:
                 coming.append(driver.turn(answers=not traces_memory))  # what rows yield is not to be counted
-        num_bytes, num_pixel_bytes = 0, driver.requests.num_pixel_bytes
+        num_bytes, num_pixel_bytes = 0, driver.requests.memory.num_pixel_bytes
         if traces_memory:
             gc.collect()
             num_bytes = tracemalloc.get_traced_memory()[0] - before

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
@@ -42,8 +42,7 @@ from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.request import Request
 from raypp.sampling_params import PARAMETERS, SamplingParams
 
-_OPEN, _ADD, _ABORT, _STATS, _CLOSE = b"H", b"A", b"X", b"S", b"C"
-_OUTPUT, _REJECTED, _REPLY, _DEAD, _ALIVE = b"O", b"R", b"Y", b"D", b"L"
+_ADD, _OUTPUT = b"A", b"O"
 
 _PLAIN_FIELDS = ("request_id", "handle", "seed", "priority", "goes_first", "is_streamed", "cache_salt")
 """Of `Request`, those that JSON holds as they are."""
@@ -134,65 +133,59 @@ def error_from_dict(values: dict[str, Any]) -> RayppError:
     return cls(keywords.pop("message"), **keywords)
 
 
+_PLAIN: dict[bytes, type[Any]] = {
+    b"H": OpenClient,
+    b"X": AbortRequests,
+    b"S": StatsCall,
+    b"C": CloseClient,
+    b"R": Rejected,
+    b"Y": StatsReply,
+    b"D": EngineDead,
+    b"L": Alive,
+}
+"""Messages whose header has their fields, and that have no payload."""
+_KINDS = {cls: kind for kind, cls in _PLAIN.items()}
+
+
 def encode_client_message(message: ClientMessage) -> list[bytes | memoryview]:
     """Return the frames of a message to the driver. Images are views: they need not be copied to be sent."""
-    match message:
-        case OpenClient():
-            return [_OPEN, b""]
-        case AddRequests(requests):
-            return _add_frames(list(requests))
-        case AbortRequests(request_ids):
-            return [_ABORT, _dump(request_ids)]
-        case StatsCall(call_id, spans_after_us):
-            return [_STATS, _dump([call_id, spans_after_us])]
-        case CloseClient():
-            return [_CLOSE, b""]
+    return _add_frames(list(message.requests)) if isinstance(message, AddRequests) else [*_plain_frames(message)]
 
 
 def decode_client_message(frames: Sequence[bytes | memoryview]) -> ClientMessage:
     """Return the message that a client sent. Its images are views of their frames."""
     kind, header = bytes(frames[0]), bytes(frames[1])
-    if kind == _OPEN:
-        return OpenClient()
     if kind == _ADD:
         return AddRequests(_requests_from(json.loads(header), frames[2], frames[3:]))
-    if kind == _ABORT:
-        return AbortRequests(json.loads(header))
-    if kind == _STATS:
-        return StatsCall(*json.loads(header))
-    assert kind == _CLOSE, f"unknown kind of client message: {kind!r}"
-    return CloseClient()
+    message: ClientMessage = _plain_message(kind, header)
+    return message
 
 
 def encode_driver_message(message: DriverMessage) -> list[bytes]:
     """Return the frames of a message to a client."""
-    match message:
-        case OutputBatch():
-            return [_OUTPUT, b"", pack(message)]
-        case Rejected(handle, error):
-            return [_REJECTED, _dump({"handle": handle, "error": error_to_dict(error)})]
-        case StatsReply(call_id, stats):
-            return [_REPLY, _dump({"call_id": call_id, "stats": stats})]
-        case EngineDead(error, in_flight):
-            return [_DEAD, _dump({"error": error_to_dict(error), "in_flight": in_flight})]
-        case Alive():
-            return [_ALIVE, b""]
+    return [_OUTPUT, b"", pack(message)] if isinstance(message, OutputBatch) else _plain_frames(message)
 
 
 def decode_driver_message(frames: Sequence[bytes]) -> DriverMessage:
     """Return the message that the driver sent. An OutputBatch's arrays are views into its frame."""
-    kind, header = frames[0], frames[1]
-    if kind == _OUTPUT:
+    if frames[0] == _OUTPUT:
         return unpack(OutputBatch, frames[2])
-    if kind == _ALIVE:
-        return Alive()
+    message: DriverMessage = _plain_message(frames[0], frames[1])
+    return message
+
+
+def _plain_frames(message: Any) -> list[bytes]:
+    values = {each.name: getattr(message, each.name) for each in fields(message)}
+    if "error" in values:
+        values["error"] = error_to_dict(values["error"])
+    return [_KINDS[type(message)], _dump(values)]
+
+
+def _plain_message(kind: bytes, header: bytes) -> Any:
     values = json.loads(header)
-    if kind == _REJECTED:
-        return Rejected(values["handle"], error_from_dict(values["error"]))
-    if kind == _REPLY:
-        return StatsReply(values["call_id"], values["stats"])
-    assert kind == _DEAD, f"unknown kind of driver message: {kind!r}"
-    return EngineDead(error_from_dict(values["error"]), values["in_flight"])
+    if "error" in values:
+        values["error"] = error_from_dict(values["error"])
+    return _PLAIN[kind](**values)
 
 
 def _add_frames(requests: Sequence[Request]) -> list[bytes | memoryview]:
@@ -211,21 +204,14 @@ def _add_frames(requests: Sequence[Request]) -> list[bytes | memoryview]:
         if id(request.params) not in params:
             params[id(request.params)] = len(values)
             values.append([getattr(request.params, name) for name in PARAMETERS])
-        header = {name: getattr(request, name) for name in _PLAIN_FIELDS}
-        header["params"] = params[id(request.params)]
-        header["num_prompt_tokens"] = None if same else len(request.prompt_token_ids)  # None: the one before has it
-        header["num_output_tokens"] = len(request.output_token_ids)  # they follow the prompt, or the request before
-        header["bad_word_token_ids"] = request.bad_word_token_ids
-        header["eos_token_ids"] = sorted(request.eos_token_ids)
-        header["items"] = None
-        if (items := request.items) is not None:
-            header["items"] = {
-                "items": [
-                    [item.key.hex(), *item.grid_thw, item.num_tokens, item.patches.shape[1]] for item in items.items
-                ],
-                "starts": items.starts,
-                "merge_size": items.merge_size,
-            }
+        header = {name: getattr(request, name) for name in _PLAIN_FIELDS} | {
+            "params": params[id(request.params)],
+            "num_prompt_tokens": None if same else len(request.prompt_token_ids),  # None: the one before has it
+            "num_output_tokens": len(request.output_token_ids),  # they follow the prompt, or the request before
+            "bad_word_token_ids": request.bad_word_token_ids,
+            "eos_token_ids": sorted(request.eos_token_ids),
+            "items": None if request.items is None else _items_header(request.items),
+        }
         headers.append(header)
         before = request
     payload = np.concatenate(token_ids).astype("<i4", copy=False) if token_ids else NO_INT32S
@@ -266,6 +252,11 @@ def _requests_from(
 def _end_tokens(token_ids: tuple[int, ...]) -> frozenset[int]:
     """Return one set for all requests of a model: a set for each would take more memory than the rest of it."""
     return frozenset(token_ids)
+
+
+def _items_header(items: PromptItems) -> dict[str, Any]:
+    columns = [[item.key.hex(), *item.grid_thw, item.num_tokens, item.patches.shape[1]] for item in items.items]
+    return {"items": columns, "starts": items.starts, "merge_size": items.merge_size}
 
 
 def _items_from(

@@ -13,7 +13,7 @@
     +-- EncoderDiedError     images cannot be encoded any more; text goes on
     +-- DeadlineError        something was waited for in vain
     +-- QueueFullError       too much is under way; the same request may be served later (.retry_after_s)
-    +-- GraphMismatchError   a CUDA graph does not do what it was recorded for (debug mode)
+    +-- GraphMismatchError   a CUDA graph does not do what was captured (debug mode)
 
 Every error says what it got, what it expected, and what to do about it.
 """
@@ -174,7 +174,7 @@ class StageDiedError(EngineDeadError):
 
 
 class GraphMismatchError(RayppError):
-    """A CUDA graph that no longer does what was recorded: found by `graphs.debug_every`."""
+    """A CUDA graph that no longer does what was captured: found by `graphs.debug_every`."""
 
 
 class EncoderDiedError(RayppError):

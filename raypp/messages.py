@@ -12,8 +12,10 @@ R rows in the step, S rows that start, B new block-table entries, K drafts per d
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
+from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import numpy as np
@@ -86,7 +88,7 @@ class StepPlan:
     block_ids: Int32s  # [B] KV block
     block_copies: Bytes  # a packed `BlockCopies` when KV blocks move between the device and CPU memory
 
-    # How long the last stage may hold the step up for the masks of rows under a grammar; nobody else is to be kept.
+    # How long the last stage may hold the step up for the masks of rows under a grammar; other rows are not to wait.
     max_mask_wait_us: int = 0
 
 
@@ -302,18 +304,12 @@ class _Layout:
         }
 
 
-class _Layouts(dict[type[Any], _Layout]):
-    def __missing__(self, cls: type[Any]) -> _Layout:
-        self[cls] = _Layout(cls)
-        return self[cls]
-
-
-_layouts = _Layouts()
+_layout_of: Callable[[Any], _Layout] = cache(_Layout)
 
 
 def pack(message: Any) -> bytes:
     """Return the message's bytes: scalars and extents, then each array's data, padded to 8 bytes."""
-    layout, fields_of = _layouts[type(message)], vars(message)
+    layout, fields_of = _layout_of(type(message)), vars(message)
     values = list(map(fields_of.__getitem__, layout.scalars))
     parts = [b""]
     for name, dtype in layout.arrays:
@@ -333,7 +329,7 @@ def pack(message: Any) -> bytes:
 
 def unpack(cls: type[Message], data: bytes | memoryview) -> Message:
     """Return the message that `pack` wrote. Its arrays are read-only views into `data`."""
-    layout = _layouts[cls]
+    layout = _layout_of(cls)
     header = layout.header.unpack_from(data)
     values = layout.without_data.copy()
     values.update(zip(layout.scalars, header, strict=False))
@@ -348,6 +344,11 @@ def unpack(cls: type[Message], data: bytes | memoryview) -> Message:
     message = object.__new__(cls)
     message.__dict__.update(values)  # as the constructor would, without a call for every field
     return message
+
+
+def int32s(values: Sequence[int]) -> Int32s:
+    """Return numbers as a message carries them."""
+    return np.array(values, np.int32)
 
 
 def pack_inside(message: Any) -> Bytes:

@@ -180,7 +180,7 @@ class RequestMemory:
         Args:
             key: What it is removed by.
             request: It.
-            is_new: Whether it can be told to come later. One that was admitted before is counted all the same.
+            is_new: Whether it may be refused for want of room. One that was admitted before is counted in any case.
 
         Raises:
             QueueFullError: there is no room for a new one now.

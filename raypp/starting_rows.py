@@ -1,4 +1,4 @@
-"""The rows that requests take over with a plan: read once, uploaded once, and told to all who keep tables by row."""
+"""The rows that requests take over with a plan: read once, uploaded once, and given to all tables by row."""
 
 from __future__ import annotations
 

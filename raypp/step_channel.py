@@ -9,7 +9,7 @@ node, `tcp://` between nodes. All waits block in zmq, without the GIL. One threa
 from one thread and receive in another.
 
 Between nodes the channel is encrypted (zmq's CURVE): the driver makes a key pair, and lets in only stages that bring
-its public `server_key`. Ray carries the key to the stages, with their addresses, and to nobody else.
+its public `server_key`. Ray carries the key to the stages alone, with their addresses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from raypp.messages import StageReport, pack, unpack
 from raypp.zmq_sockets import close_with_owner
 
 _HEADER = struct.Struct("<ii")
-_HEARTBEAT = struct.Struct("<qd")
+_HEARTBEAT = struct.Struct("<q")
 _LINGER_MS = 500
 _ASK_MS = 20  # how often a wait for room asks whether it is pointless
 _ALL_STAGES = -1
@@ -76,7 +76,6 @@ class Heartbeat:
 
     stage_index: int
     step_id: int  # the last finished step, or NO_STEP
-    time_s: float  # since the epoch, by the stage's clock
     report: StageReport | None = None  # when there is something to report
 
 
@@ -129,19 +128,15 @@ class DriverChannel:
         try:
             for address in stage_addresses:
                 self._plan_sockets.append(self._bind(zmq_context, zmq.PUSH, address, queue_length))
-            self._results = self._bind(zmq_context, zmq.PULL, result_address, queue_length)
+            self.socket = self._bind(zmq_context, zmq.PULL, result_address, queue_length)
+            """On which the stages' messages arrive, for a poller."""
         except ResourceError:
             self.close()
             raise
         self.stage_addresses = [_address_of(socket) for socket in self._plan_sockets]
         """Where the stages connect: the bound addresses, with their ports."""
-        self.result_address = _address_of(self._results)
+        self.result_address = _address_of(self.socket)
         """Where the stages send to, likewise."""
-
-    @property
-    def socket(self) -> zmq.Socket[bytes]:
-        """The socket on which the stages' messages arrive, for a poller."""
-        return self._results
 
     def send_plan(self, plan: bytes, is_over: Callable[[], bool] = lambda: False) -> None:
         """Send a packed plan to every stage.
@@ -185,10 +180,10 @@ class DriverChannel:
     def receive(self, timeout_s: float) -> list[StageMessage]:
         """Return all messages that are there; wait up to `timeout_s` for the first one."""
         messages = []
-        frame = _take(self._results, timeout_s)
+        frame = _take(self.socket, timeout_s)
         while frame is not None:
             messages.append(_decode_stage_message(frame))
-            frame = _take(self._results, 0.0)
+            frame = _take(self.socket, 0.0)
         return messages
 
     def close(self) -> None:
@@ -297,7 +292,7 @@ class StageChannel:
 
     def send_heartbeat(self, step_id: int, report: StageReport | None = None) -> bool:
         """Tell the driver the last finished step; return whether the queue had room."""
-        header = _HEADER.pack(_Kind.HEARTBEAT, self._stage_index) + _HEARTBEAT.pack(step_id, time.time())
+        header = _HEADER.pack(_Kind.HEARTBEAT, self._stage_index) + _HEARTBEAT.pack(step_id)
         return _offer(self._results, header if report is None else header + pack(report))
 
     def close(self, *, delivers: bool = True) -> None:
@@ -372,9 +367,9 @@ def _decode_stage_message(frame: bytes) -> StageMessage:
         case _Kind.RESULT:
             return StageResult(stage_index, payload)
         case _Kind.HEARTBEAT:
-            step_id, time_s = _HEARTBEAT.unpack_from(payload)
+            [step_id] = _HEARTBEAT.unpack_from(payload)
             report = payload[_HEARTBEAT.size :]
-            return Heartbeat(stage_index, step_id, time_s, unpack(StageReport, report) if len(report) else None)
+            return Heartbeat(stage_index, step_id, unpack(StageReport, report) if len(report) else None)
         case _Kind.ERROR:
             return StageError(stage_index, json.loads(bytes(payload)))
     raise AssertionError(f"a message of kind {kind} came to the driver")

@@ -21,7 +21,7 @@ from raypp.errors import RequestError
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 MAX_SOURCE_CHARS = 1 << 20
-"""A constraint is text that is parsed; nobody needs a megabyte."""
+"""A constraint is text that is parsed; a megabyte is more than any needs."""
 
 StructuredOutputs = dict[str, Any]
 """One entry, plain JSON: schemas and structural tags as text."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from raypp.errors import RayppError
 from raypp.openai_api.anthropic_answer import MessageBlocks, MessageDeltaUsage, PreparedMessage
@@ -33,6 +33,8 @@ Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 """The index of a prompt, and what is new of its outputs; see `AsyncLLM.generate`."""
 
 DONE = "data: [DONE]\n\n"
+
+PreparedT = TypeVar("PreparedT", bound=PreparedMessage | PreparedResponse)
 
 
 class EventWriter(ABC):
@@ -86,17 +88,20 @@ class EventWriter(ABC):
         return told
 
 
-class TypedEventWriter(EventWriter):
+class TypedEventWriter(EventWriter, Generic[PreparedT]):
     """Writes events that are named by their type."""
 
-    def __init__(self, parser: MessageParser) -> None:
+    def __init__(self, head: ResponseHead, prepared: PreparedT) -> None:
         """Write nothing yet.
 
         Args:
-            parser: Of the answer.
+            head: The answer's name.
+            prepared: What the engine was asked for.
         """
         super().__init__()
-        self._parser = parser
+        self._head = head
+        self._prepared = prepared
+        self._parser = prepared.chat.make_parser()
         self._num_events = 0
 
     def _read(self, new: CompletionOutput) -> MessageDelta:
@@ -230,19 +235,12 @@ class ChunkWriter(EventWriter):
         return None if told is None else told.model_dump()
 
 
-class MessageEventWriter(TypedEventWriter):
+class MessageEventWriter(TypedEventWriter[PreparedMessage]):
     """Writes the events of one message, from `message_start` to `message_stop`."""
 
     def __init__(self, head: ResponseHead, prepared: PreparedMessage) -> None:
-        """Write nothing yet.
-
-        Args:
-            head: The answer's name.
-            prepared: What the engine was asked for.
-        """
-        super().__init__(prepared.chat.make_parser())
-        self._head = head
-        self._prepared = prepared
+        """Write nothing yet."""
+        super().__init__(head, prepared)
         self._blocks = MessageBlocks()
 
     def failure(self, error: RayppError) -> str:
@@ -279,19 +277,12 @@ _CODES: Mapping[str, FaultCode] = {
 """A response's own words for the types of errors."""
 
 
-class ResponseEventWriter(TypedEventWriter):
+class ResponseEventWriter(TypedEventWriter[PreparedResponse]):
     """Writes the events of one response, numbered from 0. The last one holds the response as it is without a stream."""
 
     def __init__(self, head: ResponseHead, prepared: PreparedResponse) -> None:
-        """Write nothing yet.
-
-        Args:
-            head: The response's name.
-            prepared: What the engine was asked for.
-        """
-        super().__init__(prepared.chat.make_parser())
-        self._head = head
-        self._prepared = prepared
+        """Write nothing yet."""
+        super().__init__(head, prepared)
         self._items = prepared.items()
         self._num_tokens = 0  # whose log-probabilities were told
 

@@ -60,8 +60,10 @@ _COUNTERS = (
     ("raypp_encoder_tokens", "Tokens encoded, padding included", "num_encoder_tokens"),
     ("raypp_encoder_padding_tokens", "Of these, padding", "num_encoder_padding_tokens"),
 )
-
-
+_STAGE_COUNTERS = (
+    ("raypp_stage_busy_seconds", "Time in forwards", "busy_s"),
+    ("raypp_stage_copy_wait_seconds", "Time that steps waited for KV blocks on their way", "copy_wait_s"),
+)
 _RECOVERY_COUNTERS = (
     ("raypp_engine_restarts", "Times that the engine died and was started again", "count"),
     ("raypp_engine_paused_seconds", "Time that requests waited for the engine to be started again", "paused_s"),
@@ -83,6 +85,7 @@ class EngineMetrics:
         """
         self._as_vllm = as_vllm
         self._names = (model, replica)
+        self.replica = replica
         self._collectors: list[Collector] = [_ProcessSeries(self._names)]
         self._ttft = self._histogram("raypp_time_to_first_token_seconds", "Arrival to first token", _SECONDS)
         self._itl = self._histogram("raypp_inter_token_seconds", "Time between two tokens", _TOKEN_SECONDS)
@@ -94,11 +97,6 @@ class EngineMetrics:
         self._ends = self._counter("raypp_requests_finished", "Sequences by how they ended", "reason")
         self._http = self._counter("raypp_http_responses", "Responses by route and status", "route", "status")
         self._view = self.view()
-
-    @property
-    def replica(self) -> str:
-        """The name of the replica whose series these are."""
-        return self._names[1]
 
     def count_end(self, reason: str, num_sequences: int = 1) -> None:
         """Count sequences that ended."""
@@ -134,7 +132,7 @@ class EngineMetrics:
 
 
 class SeriesView:
-    """All series of a replica, for one who looks again and again: shares of the time are those since its last look."""
+    """All series of a replica, for one reader: shares of the time are those since its last look."""
 
     def __init__(self, names: tuple[str, str], collectors: Iterable[Collector]) -> None:
         self._engine = _EngineCollector(names)
@@ -148,7 +146,7 @@ class SeriesView:
         Args:
             stats: The engine's figures of this moment; empty when it is dead.
         """
-        self._engine.stats = stats
+        self._engine.take(stats)
         return self._registry
 
 
@@ -246,13 +244,8 @@ class _EngineCollector(Collector):
         self._shares: tuple[list[float], float] | None = None
         self._stats: Mapping[str, Any] = {}
 
-    @property
-    def stats(self) -> Mapping[str, Any]:
-        """The figures that are exposed."""
-        return self._stats
-
-    @stats.setter
-    def stats(self, stats: Mapping[str, Any]) -> None:
+    def take(self, stats: Mapping[str, Any]) -> None:
+        """Take in the figures that are exposed from now on."""
         self._stats = stats
         if "stages" in stats:
             self._shares = busy_shares(self._last, stats) or self._shares
@@ -264,47 +257,43 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
-        stats, names = self._stats, list(self._names)
+        stats, gauge, counter = self._stats, GaugeMetricFamily, CounterMetricFamily
         is_up = bool(stats) and not stats.get("is_recovering", False)
-        yield self._gauge("raypp_engine_up", "Whether the engine answers", [([], float(is_up))])
+        yield self._family(gauge, "raypp_engine_up", "Whether the engine answers", [([], float(is_up))])
         for name, what, key in _GAUGES:
             if key in stats:
-                yield self._gauge(name, what, [([], stats[key])])
+                yield self._family(gauge, name, what, [([], stats[key])])
         for counters, values in ((_COUNTERS, stats), (_RECOVERY_COUNTERS, stats.get("recoveries", {}))):
             for name, what, key in counters:
                 if key in values:
-                    family = CounterMetricFamily(name, what, labels=_LABELS)
-                    family.add_metric(names, values[key])
-                    yield family
+                    yield self._family(counter, name, what, [([], values[key])])
         if "stages" not in stats:
             return
-        labels = (*_LABELS, "stage")
-        busy = CounterMetricFamily("raypp_stage_busy_seconds", "Time in forwards", labels=labels)
-        copies = CounterMetricFamily(
-            "raypp_stage_copy_wait_seconds", "Time that steps waited for KV blocks on their way", labels=labels
-        )
-        for index, stage in enumerate(stats["stages"]):
-            busy.add_metric([*names, str(index)], stage["busy_s"])
-            copies.add_metric([*names, str(index)], stage["copy_wait_s"])
-        yield busy
-        yield copies
-        active = CounterMetricFamily("raypp_active_seconds", "Time with steps in flight", labels=_LABELS)
-        active.add_metric(names, stats["active_s"])
-        yield active
+        for name, what, key in _STAGE_COUNTERS:
+            by_stage = [([str(index)], stage[key]) for index, stage in enumerate(stats["stages"])]
+            yield self._family(counter, name, what, by_stage, "stage")
+        yield self._family(counter, "raypp_active_seconds", "Time with steps in flight", [([], stats["active_s"])])
         if self._shares is not None:
             shares, bubble = self._shares
-            yield self._gauge(
+            yield self._family(
+                gauge,
                 "raypp_stage_busy_ratio",
                 "Share of the time with steps in flight in which the stage computed, since the last look",
                 [([str(index)], share) for index, share in enumerate(shares)],
                 "stage",
             )
-            yield self._gauge(
-                "raypp_bubble_ratio", "Share of it in which a stage did not, over all stages", [([], bubble)]
-            )
+            what = "Share of it in which a stage did not, over all stages"
+            yield self._family(gauge, "raypp_bubble_ratio", what, [([], bubble)])
 
-    def _gauge(self, name: str, what: str, values: list[tuple[list[str], float]], *labels: str) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, what, labels=(*_LABELS, *labels))
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        what: str,
+        values: list[tuple[list[str], float]],
+        *labels: str,
+    ) -> Metric:
+        family = kind(name, what, labels=(*_LABELS, *labels))
         for extra, value in values:
             family.add_metric([*self._names, *extra], value)
         return family

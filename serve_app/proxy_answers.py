@@ -28,7 +28,7 @@ ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.proxy_ans
 """What Serve's proxies must find in their environment when they start."""
 
 HEALTH_TIMEOUT_S = 1.0
-"""For a replica to answer `/health`. Those who ask wait for a few seconds at most; Kubernetes for one, if not told."""
+"""For a replica to answer `/health`. Probes wait for a few seconds at most; those of Kubernetes for one by default."""
 _NUMBER = b'"sequence_number":'
 """Stands before the last value of a response's event. Texts in it have their quotes escaped."""
 

@@ -45,12 +45,10 @@ from serve_app.metrics import EngineMetrics
 from serve_app.runner import Question
 
 if TYPE_CHECKING:
-    from raypp.stage.build_stage import StageFactory  # imports torch
-
-
-if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from raypp.stage.build_stage import StageFactory  # imports torch
 
 
 DEPLOYMENT_NAME = "encoder"

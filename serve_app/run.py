@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
@@ -279,12 +280,14 @@ def _serve(
             **address.of_serve,
         )
     )
-    starting = _Starting(config, settings, address, stop, start)
+    # Ray Serve waits for minutes and takes no signals meanwhile.
+    starting = _begun("raypp-serve", partial(_start, config, settings, address, stop, start))
+    starting.add_done_callback(lambda _: stop.wake())
     try:
-        while stop.received is None and not starting.is_done:
+        while stop.received is None and not starting.done():
             stop.wait()
         if stop.received is None:
-            starting.check()
+            _check_started(starting, address.app_name)
             stop.has_started = True
             on_ready(address.url)
         health = _Health(address.app_name)
@@ -325,50 +328,46 @@ class _Health:
             self._since_s = None
 
 
-class _Starting:
-    """Starts the application in a thread of its own: Ray Serve waits for minutes and takes no signals meanwhile."""
+def _begun(name: str, work: Callable[[], None]) -> Future[None]:
+    """Do something in a thread of its own, for whose end neither signals nor the process's end wait."""
+    outcome: Future[None] = Future()
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        settings: HttpSettings,
-        address: HttpAddress,
-        stop: StopSignals,
-        start_serve: Callable[[], None],
-    ) -> None:
-        self.is_done = False
-        self._address = address
-        self._stop = stop
-        self._start_serve = start_serve
-        self._error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, args=(config, settings), name="raypp-serve", daemon=True)
-        self.thread.start()
-
-    def check(self) -> None:
-        """Raise what kept it from starting."""
-        if isinstance(self._error, RuntimeError | TimeoutError | RayError):
-            running, node = RunningServe.of_this_cluster(), ray._private.worker._global_node
-            logs = "logs/ in Ray's session folder" if node is None else node.get_logs_dir_path()
-            said = "" if running is None else running.troubles.get(self._address.app_name, "")
-            raise EngineDeadError(
-                "Ray Serve could not deploy the application",
-                got=cause_of(said) or in_short(self._error),
-                hint=f"logs: {logs}; a machine that is only slow needs a larger start_timeout_s",
-            ) from self._error
-        if self._error is not None:
-            raise self._error
-
-    def _run(self, config: EngineConfig, settings: HttpSettings) -> None:
-        address = self._address
+    def run() -> None:
         try:
-            self._start_serve()
-            if self._stop.received is None:
-                serve.run(build_application(config, settings), name=address.app_name, route_prefix=address.route_prefix)
+            work()
+            outcome.set_result(None)
         except BaseException as error:
-            self._error = error
-        finally:
-            self.is_done = True
-            self._stop.wake()
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome
+
+
+def _start(
+    config: EngineConfig,
+    settings: HttpSettings,
+    address: HttpAddress,
+    stop: StopSignals,
+    start_serve: Callable[[], None],
+) -> None:
+    start_serve()
+    if stop.received is None:
+        serve.run(build_application(config, settings), name=address.app_name, route_prefix=address.route_prefix)
+
+
+def _check_started(starting: Future[None], app_name: str) -> None:
+    """Raise what kept the application from starting."""
+    try:
+        starting.result()
+    except (RuntimeError, TimeoutError, RayError) as error:
+        running, node = RunningServe.of_this_cluster(), ray._private.worker._global_node
+        logs = "logs/ in Ray's session folder" if node is None else node.get_logs_dir_path()
+        said = "" if running is None else running.troubles.get(app_name, "")
+        raise EngineDeadError(
+            "Ray Serve could not deploy the application",
+            got=cause_of(said) or in_short(error),
+            hint=f"logs: {logs}; a machine that is only slow needs a larger start_timeout_s",
+        ) from error
 
 
 def cause_of(said: str) -> str | None:
@@ -387,20 +386,11 @@ def _while_useful(cluster: Cluster, action: Callable[[], None]) -> None:
     Raises:
         Exception: whatever the action raises while Ray lives.
     """
-    errors: list[Exception] = []
-
-    def act() -> None:
-        try:
-            action()
-        except Exception as error:
-            errors.append(error)
-
-    acting = threading.Thread(target=act, name="raypp-take-down", daemon=True)  # Ray may keep it for half a minute
-    acting.start()
-    while acting.is_alive() and cluster.is_useful():
-        acting.join(_NOTICE_S)
-    if errors and cluster.is_useful():
-        raise errors[0]
+    acting = _begun("raypp-take-down", action)  # Ray may keep it for half a minute
+    while not acting.done() and cluster.is_useful():
+        wait([acting], _NOTICE_S)
+    if acting.done() and cluster.is_useful():
+        acting.result()
 
 
 def _take_down(app_name: str, *, started_serve: bool, timeout_s: float) -> None:

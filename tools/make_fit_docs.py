@@ -65,7 +65,7 @@ machines; the comment at their top says what fits with their settings.
 ```
 
 Each stage holds its layers' weights and the KV cache of these layers. `may use` is the GPU's memory times
-`gpu_memory_utilization`. What weights, a step's tensors, recordings and libraries leave of it is KV cache, as many
+`gpu_memory_utilization`. What weights, a step's tensors, graphs and libraries leave of it is KV cache, as many
 blocks on every stage as the fullest one has room for; the others have some memory left.
 
 ## If it does not fit
@@ -74,7 +74,7 @@ blocks on every stage as the fullest one has room for; the others have some memo
 
 - More stages: each GPU holds fewer layers, so that weights shrink and the KV cache grows.
 - A smaller `max_model_len`, if the KV cache is too small for one request of the longest length.
-- A smaller `max_num_seqs` or `max_num_batched_tokens`: a step's tensors, above all its logits, and recordings shrink.
+- A smaller `max_num_seqs` or `max_num_batched_tokens`: a step's tensors, above all its logits, and graphs shrink.
 - Other layers per stage (`layer_partition`): by default the slowest stage is as fast as can be, which leaves memory of
   some stages over. `raypp info` names the layers that hold most, also for a model that fits.
 - `quantization = "fp8"`: the layers take half of the memory ([weights in 8 and 4 bits](quantization.md)).
@@ -82,8 +82,8 @@ blocks on every stage as the fullest one has room for; the others have some memo
 
 ## What is an estimate
 
-- Recordings (CUDA graphs) and libraries are estimated in every plan, by figures of H200 GPUs. With `--start`
-  `raypp info` starts the engine and measures its recordings. The table holds plans: cards of 24 and 80 GB were not run.
+- CUDA graphs and libraries are estimated in every plan, by figures of H200 GPUs. With `--start`
+  `raypp info` starts the engine and measures its graphs. The table holds plans: cards of 24 and 80 GB were not run.
 - `--gpus` takes 1 GB for 10^9 bytes. Cards have a little more: one sold with 24 GB has 24.1 to 25.8 billion bytes.
   So a real machine holds at least what is said here, if nothing else uses its GPUs.
 - Weights and KV cache are exact.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import math
 import pstats
 import statistics
 import sys
@@ -31,12 +32,14 @@ from report import print_report
 
 from raypp.config.engine_config import EngineConfig
 from raypp.driver.engine_loop import Engine
+from raypp.driver.grammars import Grammars
 from raypp.messages import MaskUpdate, StepPlan, StepResult, pack, unpack
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.request import Request
 from raypp.scheduler.scheduler import Scheduler
 from raypp.stage.stage import Stage
+from raypp.testing.local_engine import InlineGrammars
 from raypp.tracing import Tracer
 from raypp.types import SamplingParams
 
@@ -112,7 +115,8 @@ def measure(num_requests: int, args: argparse.Namespace) -> dict[str, Any]:
     plan, calls = plan_engine(config, Hardware(2)), DeviceCalls()
     pipeline = TimedPipeline(build_idle_stages(plan, calls), calls)
     scheduler = Scheduler(plan.scheduler_limits(), plan.draft_policy())
-    engine = Engine(scheduler, pipeline, Tracer("driver", enabled=False))
+    grammars = Grammars(InlineGrammars(plan.vocabulary_source()), math.inf, pipeline.send_masks)
+    engine = Engine(scheduler, pipeline, Tracer("driver", enabled=False), None, grammars)
     for index in range(num_requests):
         params = SamplingParams(max_tokens=2 * num_tokens, temperature=args.temperature, ignore_eos=True)
         engine.add(Request(f"request {index}", np.full(_PROMPT_LEN, 5 + index % 7, np.int32), params, seed=index))

@@ -256,7 +256,7 @@ class AsyncLLM(EngineOwner):
         await asyncio.to_thread(self._engine.restart, config, settings)
 
     def encoder_actors(self) -> list[Any]:
-        """Return the Ray actors that encode images, for those who have some encoded for themselves. Blocks."""
+        """Return the Ray actors that encode images, for callers that need embeddings themselves. Blocks."""
         return self._engine.handle.encoder_actors()
 
     async def close(self) -> None:

@@ -139,7 +139,7 @@ class EngineConnection:
         Args:
             handle: Of the engine.
             faults: How long what may take.
-            user: Told of everything.
+            user: Its methods are called with all that comes.
         """
         self._loop = asyncio.get_running_loop()
         self._handle = handle
@@ -186,7 +186,7 @@ class EngineConnection:
         self._call(lambda: self._end(error))
 
     def _call(self, function: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is gone, and with it everybody who could want to know
+        with contextlib.suppress(RuntimeError):  # the loop is gone, and with it all that could use this
             self._loop.call_soon_threadsafe(function)
 
     def _connect(self, address: str) -> None:

@@ -7,7 +7,7 @@ While an engine that died is started again, its requests stay here, new ones joi
 engine gets what is unfinished, each continuation with the tokens that it has, and goes on with the same text.
 
 A long list of requests is sent in parts (`SendWindow`): the engine refuses what it has no room for. What is not sent
-waits here, with the caller, who holds it anyway.
+waits here, with the caller, which holds it anyway.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SendWindow:
     """
 
     def __init__(self, prepared: Sequence[PreparedRequest], config: EngineConfig) -> None:
-        self._waiting = deque(prepared)
+        self.waiting = deque(prepared)
         self._max_bytes = config.scheduler.max_waiting_bytes // 2
         self._max_pixel_bytes = config.encoder.max_waiting_pixel_bytes // 2
         self._sizes: dict[str, tuple[int, int]] = {}  # of those sent and not ended: request and pixels
@@ -64,13 +64,13 @@ class SendWindow:
     def take(self) -> list[PreparedRequest]:
         """Return the next ones that may be sent."""
         taken = []
-        while self._waiting:
-            size, pixel_size = _sizes_of(self._waiting[0].request)
+        while self.waiting:
+            size, pixel_size = _sizes_of(self.waiting[0].request)
             if self._sizes and (
                 self._num_bytes + size > self._max_bytes or self._num_pixel_bytes + pixel_size > self._max_pixel_bytes
             ):
                 break
-            prepared = self._waiting.popleft()
+            prepared = self.waiting.popleft()
             self._sizes[prepared.request.request_id] = size, pixel_size
             self._num_bytes += size
             self._num_pixel_bytes += pixel_size
@@ -105,7 +105,7 @@ class WaitingRoom:
             max_bytes=config.scheduler.max_waiting_bytes, max_pixel_bytes=config.encoder.max_waiting_pixel_bytes
         )
         for request in requests:
-            with suppress(RequestError):  # there never was room, which it was about to be told
+            with suppress(RequestError):  # there never was room, and it was about to be refused
                 self._add(request, is_new=False)
 
     def enter(self, requests: Sequence[RunningRequest]) -> None:
@@ -209,7 +209,7 @@ class Frontend:
         self._death: RayppError | None = None
         self._numbers = itertools.count()
         self._requests: dict[str, RunningRequest] = {}
-        self._unsent: dict[int, dict[str, bool]] = {}  # of each list that waits for room: ids, and whether aborted
+        self._unsent: dict[str, bool] = {}  # of lists that wait for room: ids, and whether they were aborted
         self._completions: dict[int, tuple[RunningRequest, RunningCompletion]] = {}  # by handle, unfinished ones
         self._stats_calls: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
         self._waiting_room: WaitingRoom | None = None  # while there is no engine
@@ -263,62 +263,44 @@ class Frontend:
             RequestError: one was rejected; the others are aborted.
             EngineDeadError: the engine died.
         """
-        if not prepared:
-            return []
-        all_ended: asyncio.Future[None] = self._loop.create_future()
         self._check_ids(prepared)
         num_left, window, requests = len(prepared), SendWindow(prepared, self._engine.config), list[RunningRequest]()
-        unsent = {item.request.request_id: False for item in prepared}
-        is_sending = False
-
-        def send() -> None:
-            nonlocal is_sending
-            if is_sending:
-                return  # the call that is sending goes on
-            is_sending = True
-            try:
-                while not all_ended.done() and (more := window.take()):
-                    aborted = {item.request.request_id for item in more if unsent.pop(item.request.request_id)}
-                    sent = self._submit(more, stream=False, on_change=on_change)
-                    requests.extend(sent)
-                    self._abort(request for request in sent if request.request_id in aborted)
-            finally:
-                is_sending = False
+        self._unsent |= {item.request.request_id: False for item in prepared}
+        changed, errors = asyncio.Event(), list[Exception]()
 
         def on_change(request: RunningRequest) -> None:
             nonlocal num_left
             num_left -= 1
             window.note_ended(request.request_id)
-            error: Exception | None = request.error
+            if request.error is not None:
+                errors.append(request.error)
             try:
                 if on_end is not None:
                     on_end()
-                if error is None and not all_ended.done():
-                    send()
-            except Exception as its_own:  # of the caller's function, or no request can be sent any more
-                error = error or its_own
-            if all_ended.done():
-                return
-            if error is not None:
-                all_ended.set_exception(error)
-            elif num_left == 0:
-                all_ended.set_result(None)
+            except Exception as its_own:
+                errors.append(its_own)
+            changed.set()
 
         try:
-            send()
-            if unsent:
-                self._unsent[id(unsent)] = unsent
-            await all_ended
+            while num_left and not errors:
+                changed.clear()
+                while not errors and (more := window.take()):
+                    aborted = {item.request.request_id for item in more if self._unsent.pop(item.request.request_id)}
+                    sent = self._submit(more, stream=False, on_change=on_change)
+                    requests += sent
+                    self._abort(request for request in sent if request.request_id in aborted)
+                await changed.wait()
         finally:
-            all_ended.cancel()  # nothing more is sent
-            self._unsent.pop(id(unsent), None)
+            for item in window.waiting:
+                del self._unsent[item.request.request_id]
             self._abort(requests)
+        if errors:
+            raise errors[0]
         return [request.output() for request in requests]
 
     def abort(self, request_ids: Collection[str]) -> None:
         """End requests with what they have; ids that are not running are ignored."""
-        for unsent in self._unsent.values():
-            unsent.update(dict.fromkeys(unsent.keys() & set(request_ids), True))
+        self._unsent |= dict.fromkeys(self._unsent.keys() & set(request_ids), True)
         self._abort([self._requests[r] for r in request_ids if r in self._requests])
 
     async def stats(self, timeout_s: float, spans_after_us: int | None = None) -> dict[str, Any]:
@@ -422,7 +404,7 @@ class Frontend:
 
     def _run_suspect(self) -> None:
         is_open = self._connection.is_open
-        if is_open and self._poison.has_suspects and (request_id := self._poison.next(self._requests)) is not None:
+        if is_open and self._poison.suspects and (request_id := self._poison.next(self._requests)) is not None:
             _log.info("an engine died before request %s had a token: it is handed over after others", request_id)
             self._send_begun([request_id], goes_first=True)
 
@@ -468,9 +450,7 @@ class Frontend:
 
     def _check_ids(self, prepared: Sequence[PreparedRequest]) -> None:
         for item in prepared:
-            if item.request.request_id in self._requests or any(
-                item.request.request_id in unsent for unsent in self._unsent.values()
-            ):
+            if item.request.request_id in self._requests or item.request.request_id in self._unsent:
                 raise RequestError(
                     "a request of this id is running already",
                     request_id=item.request.request_id,
@@ -502,7 +482,7 @@ class Frontend:
             self._waiting_room.leave(request)
 
     def _fail(self, request: RunningRequest, error: RayppError, *, but: int | None = None) -> None:
-        """End a request with an error; the engine need not be told of the continuation with the handle `but`."""
+        """End a request with an error, and abort its continuations in the engine, but for the handle `but`."""
         self._forget(request)
         engine_ids = [completion.engine_id for completion in request.unfinished if completion.handle != but]
         request.fail(error)
@@ -529,7 +509,7 @@ class Frontend:
                 strict=True,
             ),
         )
-        if self._poison.has_suspects:
+        if self._poison.suspects:
             self._poison.note_tokens(self._ids_of(h for h, n in zip(*columns[:2], strict=True) if n))
         for handle, num_tokens, reason, stop_token_id, (logprobs, prompt_logprobs), counters in zip(
             *columns, strict=True

@@ -47,7 +47,7 @@ class ExitHook:
         """Begin to watch the owner.
 
         Args:
-            owner: Whose end is waited for.
+            owner: Its end is waited for.
             end: What to do then. It must not hold the owner.
         """
         self._finalizer = weakref.finalize(owner, _end_in_process, os.getpid(), end)

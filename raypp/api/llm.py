@@ -35,7 +35,7 @@ _SIGNALS_S = 0.5  # a signal that comes just before a wait does not end it: this
 
 
 class EventLoopThread:
-    """Runs coroutines on its own thread. A daemon, so that a caller who forgets it can still exit."""
+    """Runs coroutines on its own thread. A daemon: a process that does not close it can still exit."""
 
     def __init__(self, name: str) -> None:
         self._loop: asyncio.AbstractEventLoop
@@ -100,7 +100,7 @@ class EventLoopThread:
             self._thread.join()
 
     def _is_current(self) -> bool:
-        """Return whether this is the loop's thread: the garbage collector may bring anybody there."""
+        """Return whether this is the loop's thread: the garbage collector may run any finalizer there."""
         return threading.current_thread() is self._thread
 
     def _hand_over(self, work: _Work[T]) -> None:

@@ -39,8 +39,9 @@ def is_one_prompt(given: object) -> bool:
     """Return whether this is a prompt, not a list of prompts. A list of numbers is one."""
     if isinstance(given, np.ndarray):
         return given.ndim == 1 and given.dtype.kind in "iu"
-    is_list = isinstance(given, list | tuple) and bool(given)
-    return isinstance(given, str | Mapping) or (is_list and isinstance(given[0], int | np.integer))  # type: ignore[index]
+    if isinstance(given, list | tuple):
+        return bool(given) and isinstance(given[0], int | np.integer)
+    return isinstance(given, str | Mapping)
 
 
 def read_prompt(prompt: object, request_id: str) -> PromptForm:
@@ -137,17 +138,18 @@ class PicturePrompts:
         """Return a conversation, up to where the assistant's message begins.
 
         Args:
-            messages: The conversation.
+            messages: The conversation; without images for a model that takes none.
             rendering: Further values for the chat template.
             max_kept: As of `Tokenizer.encode`; conversations with images are not cut.
 
         Raises:
-            RequestError: an image cannot be read, the model takes none, or its template refuses the messages.
+            RequestError: an image cannot be read, or the model's template refuses the messages.
         """
+        if self._reader is None:
+            text = self._tokenizer.render_chat(messages, rendering)
+            return self._tokenized(text, add_special_tokens=rendering.add_special_tokens, max_kept=max_kept)
         plain, contents = take_pictures(messages)
-        if contents:
-            self._needed_reader()
-        text = self._tokenizer.render_chat(self._with_cut_marks(plain), rendering)
+        text = self._tokenizer.render_chat(self._with_cut_marks(plain, self._reader), rendering)
         return self._encoded(text, contents, add_special_tokens=rendering.add_special_tokens, max_kept=max_kept)
 
     def text(self, text: str, images: Any) -> EncodedPrompt:
@@ -160,7 +162,7 @@ class PicturePrompts:
 
     def tokens(self, token_ids: Int32s, images: Any) -> EncodedPrompt:
         """Return a tokenized prompt with one placeholder for each image. Raises as `text` does."""
-        reader = self._needed_reader()
+        reader = self.needed_reader()
         pictures = reader.read(sources_as_contents(images))
         expanded, items = place_pictures(token_ids, [item for p in pictures for item in p.items], reader.config)
         return EncodedPrompt(expanded, items)
@@ -170,11 +172,13 @@ class PicturePrompts:
     ) -> EncodedPrompt:
         if not contents:
             return self._tokenized(text, add_special_tokens=add_special_tokens, max_kept=max_kept)
-        reader = self._needed_reader()
+        reader = self.needed_reader()
         pictures = reader.read(contents)
-        marked = reader.mark_frames(text, pictures, self._marks(reader))
+        config = reader.config
+        ids = (config.vision_start_token_id, config.vision_end_token_id, config.video_token_id)
+        marked = reader.mark_frames(text, pictures, PictureMarks(*self._tokenizer.token_texts(ids)))
         prompt = self._tokenized(marked, add_special_tokens=add_special_tokens)
-        expanded, items = place_pictures(prompt.token_ids, [item for p in pictures for item in p.items], reader.config)
+        expanded, items = place_pictures(prompt.token_ids, [item for p in pictures for item in p.items], config)
         if max_kept is not None and len(expanded) > max_kept:
             raise RequestError(
                 "a prompt with images cannot be cut",
@@ -193,11 +197,9 @@ class PicturePrompts:
         kept = slice(None if max_kept is None else -max_kept, None)
         return EncodedPrompt(np.concatenate(encoded)[kept], text=first + "".join(more))
 
-    def _with_cut_marks(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _with_cut_marks(self, messages: list[dict[str, Any]], reader: PictureReader) -> list[dict[str, Any]]:
         """Return messages whose texts hold no placeholder of the model; those that they spell are cut."""
-        if self._reader is None:
-            return messages
-        config = self._reader.config
+        config = reader.config
         placeholders = self._tokenizer.token_texts([config.image_token_id, config.video_token_id])
         spelled = re.compile("|".join(map(re.escape, placeholders)))
 
@@ -210,12 +212,12 @@ class PicturePrompts:
 
         return [cut(message) for message in messages]
 
-    def _marks(self, reader: PictureReader) -> PictureMarks:
-        config = reader.config
-        ids = (config.vision_start_token_id, config.vision_end_token_id, config.video_token_id)
-        return PictureMarks(*self._tokenizer.token_texts(ids))
+    def needed_reader(self) -> PictureReader:
+        """Return the reader.
 
-    def _needed_reader(self) -> PictureReader:
+        Raises:
+            RequestError: the model takes no images.
+        """
         if self._reader is None:
             raise RequestError("this model takes no images", got="an image", expected="text only")
         return self._reader

@@ -64,21 +64,17 @@ class PoisonDetector:
         self._age_s = 0.0  # of the last engine, at its death
         self._part: Hashable = None  # what of it died
         self._wait_s = 0.0  # how old an engine has to be for a run alone
-        self._suspects: dict[str, _Suspect] = {}  # in the order of their runs
+        self.suspects: dict[str, _Suspect] = {}
+        """In the order of their runs. While there are none, `note_tokens` and `next` need not be called."""
         self._alone: str | None = None  # the suspect that was handed over and has had no token yet
         self._awaited: set[str] = set()  # others that were in a step at the death and have had no token since
         self._num_tokens_at_start: dict[str, int] = {}  # of requests that the present engine got with tokens
         self._works = False  # whether a request has had a token of the present engine
 
     @property
-    def has_suspects(self) -> bool:
-        """Whether `note_tokens` and `next` want to be called."""
-        return bool(self._suspects)
-
-    @property
     def wait_s(self) -> float:
         """How long the engine is too young for a run alone, seconds; after that, `next` wants to be called."""
-        return max(self._began_s + self._wait_s - self._clock(), 0.0) if self._suspects else 0.0
+        return max(self._began_s + self._wait_s - self._clock(), 0.0) if self.suspects else 0.0
 
     def note_loss(self, part: Hashable) -> None:
         """Take in that the engine died just now; `note_death` follows when it is back.
@@ -105,8 +101,8 @@ class PoisonDetector:
             is_explained: Whether it is known that no request did it: a node was lost, or it was ended on purpose.
         """
         ran_alone, self._alone = self._alone, None
-        self._suspects = {name: suspect for name, suspect in self._suspects.items() if name in num_tokens}
-        had = [name for name in num_tokens if name == ran_alone or name not in self._suspects]
+        self.suspects = {name: suspect for name, suspect in self.suspects.items() if name in num_tokens}
+        had = [name for name in num_tokens if name == ran_alone or name not in self.suspects]
         silent = [name for name in had if num_tokens[name] == self._num_tokens_at_start.get(name, 0)]
         speaking = set(had).difference(silent)
         self._awaited = set() if is_explained else speaking if in_flight is None else speaking.intersection(in_flight)
@@ -118,15 +114,15 @@ class PoisonDetector:
         is_only = len(num_tokens) == 1
         if is_only and accused:
             [ran_alone] = accused
-        if not self._suspects:
+        if not self.suspects:
             self._wait_s = 0.0
         elif self._age_s < _SOON_S:
             self._wait_s = max(self._wait_s, min(_TIMES_AS_OLD * self._age_s, _MAX_WAIT_S))
         if ran_alone not in accused:
-            for suspect in self._suspects.values():
+            for suspect in self.suspects.values():
                 suspect.num_deaths = 0
         for name in sorted(accused, key=lambda name: name == ran_alone):  # that one is the last of the next runs
-            self._suspects[name] = suspect = self._suspects.pop(name, _Suspect())
+            self.suspects[name] = suspect = self.suspects.pop(name, _Suspect())
             suspect.num_counted += 1
         if ran_alone in accused and (self._works or is_only):
             return self._note_run(ran_alone)
@@ -141,14 +137,14 @@ class PoisonDetector:
         self._works = False
         self._began_s = self._clock()
         self._num_tokens_at_start = {name: count for name, count in num_tokens.items() if count}
-        return [name for name in num_tokens if name not in self._suspects]
+        return [name for name in num_tokens if name not in self.suspects]
 
     def note_tokens(self, names: Collection[str]) -> None:
         """Take in that these requests have had tokens."""
         self._works = self._works or bool(names)
         self._awaited.difference_update(names)
         for name in names:
-            self._suspects.pop(name, None)
+            self.suspects.pop(name, None)
 
     def next(self, unfinished: Collection[str]) -> str | None:
         """Return the suspect that is handed over now, before all others that wait; None if it is not yet time.
@@ -156,22 +152,22 @@ class PoisonDetector:
         Args:
             unfinished: All requests that have not ended.
         """
-        self._suspects = {name: suspect for name, suspect in self._suspects.items() if name in unfinished}
-        if self._alone not in self._suspects:
+        self.suspects = {name: suspect for name, suspect in self.suspects.items() if name in unfinished}
+        if self._alone not in self.suspects:
             self._alone = None
-        has_others = len(unfinished) > len(self._suspects)
+        has_others = len(unfinished) > len(self.suspects)
         is_time = (self._works or not has_others) and self._awaited.isdisjoint(unfinished) and not self.wait_s
-        if not self._suspects or self._alone is not None or not is_time:
+        if not self.suspects or self._alone is not None or not is_time:
             return None
-        self._alone = next(iter(self._suspects))
+        self._alone = next(iter(self.suspects))
         return self._alone
 
     def _note_run(self, name: str) -> Finding:
-        suspect = self._suspects[name]
+        suspect = self.suspects[name]
         suspect.num_deaths = suspect.num_deaths + 1 if suspect.part == self._part else 1
         suspect.part = self._part
         if suspect.num_deaths == _NUM_DEATHS:
-            del self._suspects[name]
+            del self.suspects[name]
             self._wait_s = 0.0
             return Finding(name, suspect.num_counted - 1)
         num_excused = int(self._works)

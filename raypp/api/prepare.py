@@ -234,14 +234,9 @@ def params_per_request(params: Params, num_requests: int, default: SamplingParam
     Raises:
         RequestError: they are of another kind, or not as many.
     """
-    listed: Iterable[SamplingParams]
     if params is None or isinstance(params, SamplingParams):
-        listed = [params or default] * num_requests
-    elif isinstance(params, Sequence):
-        listed = params
-    else:
-        listed = [params]
-    result = list(listed)
+        params = [params or default] * num_requests
+    result = list(params) if isinstance(params, Sequence) else [params]
     for param in result:
         if not isinstance(param, SamplingParams):
             raise RequestError(
@@ -361,7 +356,7 @@ class RequestPreparer:
         prepared = []
         for name, form in named_forms:
             if isinstance(form, EncodedPrompt):
-                prepared.append(self._checked(form, name))
+                prepared.append(replace(form, token_ids=self._checked_token_ids(form.token_ids, name)))
                 continue
             prompt = EncodedPrompt(next(encoded), text=form.text) if _is_plain_text(form) else self._encoded(form, name)
             prepared.append(replace(prompt, cache_salt=form.cache_salt))
@@ -389,6 +384,7 @@ class RequestPreparer:
         tokenizer = self._needed_tokenizer("a conversation")
         if any(has_pictures(conversation) for conversation in conversations):
             pictures = PicturePrompts(tokenizer, self._pictures)
+            pictures.needed_reader()
             encoded = [
                 _of_request(request_id, partial(pictures.chat, conversation, rendering))
                 for conversation, request_id in zip(conversations, ids, strict=True)
@@ -410,7 +406,7 @@ class RequestPreparer:
         try:
             return encode([text for _, text in texts])
         except RequestError:
-            for request_id, text in texts:  # whose it was; encoding all at once does not tell
+            for request_id, text in texts:  # to find the one at fault
                 _of_request(request_id, partial(encode, [text]))
             raise
 
@@ -434,9 +430,6 @@ class RequestPreparer:
         if token_ids is not None:
             return _of_request(request_id, partial(prompts.tokens, token_ids, form.images))
         return _of_request(request_id, partial(prompts.text, form.text or "", form.images))
-
-    def _checked(self, prompt: EncodedPrompt, request_id: str) -> EncodedPrompt:
-        return replace(prompt, token_ids=self._checked_token_ids(prompt.token_ids, request_id))
 
     def _checked_token_ids(self, given: object, request_id: str) -> Int32s:
         expected = f"a flat list of integers from 0 to {self._vocab_size - 1}"

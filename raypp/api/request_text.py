@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from codecs import getincrementaldecoder
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from raypp.messages import Int32s
 from raypp.types import SamplingParams
@@ -106,13 +106,6 @@ def prompt_places(decoder: Decoder, prompt: str, token_ids: Iterable[int]) -> li
     return found
 
 
-class StopMatch(NamedTuple):
-    """A stop string that was found."""
-
-    text_len: int  # characters before it: all that remains of the text
-    stop: str
-
-
 class StopScope(Protocol):
     """Knows which parts of a growing text stop strings are about."""
 
@@ -156,17 +149,13 @@ class StopChecker:
         self._stops = tuple(sorted(stops, key=len, reverse=True))
         self._longest = len(self._stops[0])
 
-    def find(self, text: str, span: tuple[int, int], num_old: int) -> StopMatch | None:
-        """Return the first match in a span of `text` that ends behind the first `num_old` characters, or None."""
+    def find(self, text: str, span: tuple[int, int], num_old: int) -> tuple[int, str] | None:
+        """Return where the first stop string in a span begins that ends behind `num_old` characters, and the string."""
         start, end = span
         if end <= num_old:
             return None
-        best: tuple[int, StopMatch] | None = None
-        for stop in self._stops:
-            at = text.find(stop, max(start, num_old - len(stop) + 1), end)
-            if at >= 0 and (best is None or at + len(stop) < best[0]):
-                best = (at + len(stop), StopMatch(at, stop))
-        return best[1] if best is not None else None
+        found = [(text.find(stop, max(start, num_old - len(stop) + 1), end), stop) for stop in self._stops]
+        return min((pair for pair in found if pair[0] >= 0), key=lambda pair: pair[0] + len(pair[1]), default=None)
 
     def num_safe(self, text: str) -> int:
         """Return how many characters of `text` no stop string can take back any more."""
@@ -243,6 +232,7 @@ class RequestText:
             self._num_searched = max(self._num_searched, spans[-1][1])
         if match is None:
             return None
-        self._text = self._text[: match.text_len + (len(match.stop) if self._include_stop else 0)]
+        at, stop = match
+        self._text = self._text[: at + (len(stop) if self._include_stop else 0)]
         self._is_finished = True
-        return match.stop
+        return stop

@@ -1,4 +1,4 @@
-"""What the stages did lately: who computed when, how much of the time was bubble, how near the memory's speed it was.
+"""What the stages did lately: when each computed, how much of the time was bubble, how near the memory's speed it was.
 
 timeline = llm.timeline()      # of the last burst of work
 timeline                       # in a notebook: an image

@@ -146,6 +146,8 @@ class Tokenizer:
                 expected=f"tokenizer.json and tokenizer_config.json in {model_path}",
                 hint="the setting skip_tokenizer_init=true runs a model without a tokenizer, on token ids",
             ) from error
+        self.transformers_tokenizer = self._hf
+        """The tokenizer of transformers behind it. It is shared: to change it changes how requests are read."""
         self._vocabulary: dict[str, int] = self._hf.get_vocab()
         if len(self._vocabulary) <= len(self._hf.added_tokens_decoder):  # transformers makes one up without files
             raise _no_tokenizer(model_path, f"{len(self._vocabulary)} tokens in all: none but added ones")
@@ -164,11 +166,6 @@ class Tokenizer:
         self.max_tokens = max_tokens
         """Texts that have more for certain are refused before they are tokenized whole. None takes all."""
         self._max_token_chars = max(map(len, self._vocabulary), default=1)
-
-    @property
-    def transformers_tokenizer(self) -> Any:
-        """The tokenizer of transformers behind it. It is shared: to change it changes how requests are read."""
-        return self._hf
 
     def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, max_kept: int | None = None

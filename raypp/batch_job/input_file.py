@@ -45,7 +45,7 @@ def scan_input(path: Path) -> ScannedInput:
     Raises:
         ConfigError: it cannot be read, or all its lines are blank.
     """
-    ids, sha256 = IdIndexBuilder(), hashlib.sha256()
+    digests, sha256 = bytearray(), hashlib.sha256()
     is_blank, is_bad = bytearray(), bytearray()
     num_bytes = 0
 
@@ -61,17 +61,17 @@ def scan_input(path: Path) -> ScannedInput:
                 custom_id = read_line(raw, index).custom_id
             except BadLineError as error:
                 custom_id, bad = error.custom_id, True
-        ids.add(custom_id)
+        digests += digest_of(custom_id)
         is_blank.append(blank)
         is_bad.append(bad)
-    index_of_ids = ids.build()
+    ids = IdIndex(bytes(digests))
     scanned = ScannedInput(
         path,
         sha256.hexdigest(),
         num_bytes,
-        index_of_ids,
+        ids,
         np.frombuffer(is_blank, np.bool_),
-        np.frombuffer(is_bad, np.bool_) | index_of_ids.is_duplicate,
+        np.frombuffer(is_bad, np.bool_) | ids.is_duplicate,
     )
     if not scanned.num_requests:
         raise ConfigError("the input has no lines", got=path, expected="one JSON object per line")
@@ -160,25 +160,15 @@ def _physical_lines(path: Path, take: Callable[[bytes], None] = lambda _: None) 
             index += 1
 
 
-class IdIndexBuilder:
-    """Takes the ids of a file in the order of its lines."""
-
-    def __init__(self) -> None:
-        self._digests = bytearray()
-
-    def add(self, custom_id: str | None) -> None:
-        """Take the next line's id; None for a line without one."""
-        self._digests += _NO_ID if custom_id is None else _digest(custom_id)
-
-    def build(self) -> IdIndex:
-        """Return the index of all lines so far."""
-        return IdIndex(np.frombuffer(bytes(self._digests), dtype=f"S{_DIGEST_BYTES}"))
-
-
 class IdIndex:
-    """Finds lines by their ids."""
+    """Finds lines by their ids.
 
-    def __init__(self, digests: npt.NDArray[np.bytes_]) -> None:
+    Args:
+        all_digests: Of the ids of all lines, see `digest_of`, one after the other.
+    """
+
+    def __init__(self, all_digests: bytes) -> None:
+        digests = np.frombuffer(all_digests, dtype=f"S{_DIGEST_BYTES}")
         # numpy pads such strings with zero bytes, so that ending in one or not is the same: harmless at a fixed length.
         self._order = np.argsort(digests, kind="stable")
         self._sorted = digests[self._order]
@@ -191,11 +181,14 @@ class IdIndex:
         """Return each id's line, 0-based, the first one of several; -1 where there is none."""
         if not len(self._sorted):
             return np.full(len(custom_ids), -1, np.int64)
-        wanted = np.frombuffer(b"".join(map(_digest, custom_ids)), dtype=self._sorted.dtype)
+        wanted = np.frombuffer(b"".join(map(digest_of, custom_ids)), dtype=self._sorted.dtype)
         places = np.minimum(np.searchsorted(self._sorted, wanted), len(self._sorted) - 1)
         return np.where(self._sorted[places] == wanted, self._order[places], -1)
 
 
-def _digest(custom_id: str) -> bytes:
+def digest_of(custom_id: str | None) -> bytes:
+    """Return what stands for an id in an index; None is a line without one."""
+    if custom_id is None:
+        return _NO_ID
     digest = hashlib.blake2b(custom_id.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).digest()
     return digest if digest != _NO_ID else b"\x01" * _DIGEST_BYTES

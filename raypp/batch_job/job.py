@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +44,7 @@ class BatchJob:
         """Answer every line that has no answer yet.
 
         Args:
-            say: Told what was found and what was done.
+            say: Called with what was found and what was done.
             on_engine_started: Called whenever an engine was started.
 
         Raises:
@@ -127,7 +128,7 @@ class _Run:
         reporter = Reporter(progress, self._settings.progress_interval_s)
         try:
             async with (
-                _beside(_every(_SYNC_INTERVAL_S, self._sync)),
+                _beside(_every(_SYNC_INTERVAL_S, partial(asyncio.to_thread, self._files.sync))),
                 _beside(_every(reporter.interval_s, reporter.show)),
             ):
                 await self._refuse_bad_lines()
@@ -184,9 +185,6 @@ class _Run:
         self._files.append(answer)
         self._is_done[index] = True
         self._progress.count(answer)
-
-    async def _sync(self) -> None:
-        await asyncio.to_thread(self._files.sync)
 
 
 @asynccontextmanager

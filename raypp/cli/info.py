@@ -23,7 +23,7 @@ _DOES_NOT_FIT = 1
 _COLUMNS = {
     "weights": "weight_bytes",
     "a step": "step_bytes",
-    "recordings": "graph_bytes",
+    "graphs": "graph_bytes",
     "libraries": "library_bytes",
     "speculation": "speculation_bytes",
     "images": "item_bytes",
@@ -99,7 +99,7 @@ def _start(args: argparse.Namespace, config: EngineConfig, description: Mapping[
 
 
 def _graphs(stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what each stage's recordings took, a row per stage and mode: none on a CPU by default."""
+    """Return what each stage's graphs took, a row per stage and mode: none on a CPU by default."""
     return [
         {
             "stage_index": stage_index,
@@ -260,7 +260,7 @@ def _notes(fit: Mapping[str, Any]) -> Iterator[str]:
     if fit["complaint"] is not None:
         yield f"On CPUs: {fit['complaint']}."
     if fit["device"] == "cuda":
-        yield "Estimates: recordings and libraries. `raypp info MODEL --start` measures recordings on the GPUs."
+        yield "Estimates: CUDA graphs and libraries. `raypp info MODEL --start` measures graphs on the GPUs."
     if fit["is_described"]:
         yield "Estimates: the GPUs' memory, 1 GB = 10^9 bytes as --gpus says; a real card has a little more."
         sizes = {machine["gpu_memory_bytes"] for machine in fit["machines"]}

@@ -221,23 +221,24 @@ class GraphsSection(Section):
     """CUDA graphs."""
 
     mode: Literal["auto", "full", "piecewise", "full_and_piecewise", "none"] = "auto"
-    """`full` records decode steps, padded to one of a few numbers of rows, and replays them. `piecewise` records what
+    """`full` captures decode steps, padded to one of a few numbers of rows, and replays them. `piecewise` captures what
     lies between the attention calls of any step, padded to one of a few numbers of tokens. `none` runs every step
     operation by operation. `auto` is `full_and_piecewise` on GPUs and `none` on CPUs, where the others run the same
     padded steps with plain calls."""
     max_piecewise_tokens: int | None = Field(default=None, ge=1)
-    """Steps of more tokens are not recorded: by then the device is busy for longer than the host takes to launch, and
+    """Steps of more tokens run without graphs: by then the device is busy for longer than the host takes to launch, and
     padding would cost more than it saves. None: by the size of the model's layers, 128 to 2,048. At most
     max_num_batched_tokens."""
     compile: bool = False
-    """Run what is before and after a layer's attention through torch.compile, recorded or not. Steps of so few tokens
-    that raypp's own kernels multiply them stay as they are. It costs a start some seconds, a minute where torch's cache
-    (TORCHINDUCTOR_CACHE_DIR) is empty, and on a CPU needs a C++ compiler. Off: no GPU has shown yet what it gains."""
+    """Run what is before and after a layer's attention through torch.compile, in graphs and without. Steps of so few
+    tokens that raypp's own kernels multiply them stay as they are. It costs a start some seconds, a minute where
+    torch's cache (TORCHINDUCTOR_CACHE_DIR) is empty, and on a CPU needs a C++ compiler. Off: no GPU has shown yet what
+    it gains."""
     compile_threads: int = Field(default=1, ge=1, le=64)
-    """Threads of each stage that compile the kernels of decode steps side by side, before these are recorded one after
-    the other. It shortens a start with an empty kernel cache. 1: kernels are compiled as recordings need them."""
+    """Threads of each stage that compile the kernels of decode steps side by side, before these are captured one after
+    the other. It shortens a start with an empty kernel cache. 1: kernels are compiled as captures need them."""
     debug_every: int = Field(default=0, ge=0)
-    """Check the addresses at every replay, and compare one of so many replays of each recording, the first among them,
+    """Check the addresses at every replay, and compare one of so many replays of each graph, the first among them,
     with what the same operations yield without graphs; a difference ends the engine with an error that names it. Slow.
     0: off. On CPUs nothing is replayed."""
 

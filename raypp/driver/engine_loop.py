@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-import zmq
-
 from raypp.driver.grammars import Grammars
 from raypp.driver.item_encoders import ItemEncoders, ItemFailed, ItemsDropped, ItemsStored
 from raypp.driver.stage_health import FailureReports, StageActivity, StageHealth, Witness
@@ -35,18 +33,17 @@ class ChannelPipeline:
         channel: DriverChannel,
         health: StageHealth,
         failures: FailureReports,
-        predictor: StepPredictor | None = None,
+        predictor: StepPredictor,
     ) -> None:
         """Take over the channel; `predictor` learns how long steps take."""
         self._channel = channel
         self._health = health
         self._failures = failures
-        self.activity = StageActivity(health.num_stages, predictor)
-
-    @property
-    def socket(self) -> zmq.Socket[bytes]:
-        """The socket on which results arrive, for a poller."""
-        return self._channel.socket
+        self.activity = StageActivity(predictor)
+        self.socket = channel.socket
+        """On which results arrive, for a poller."""
+        self.send_heartbeat = channel.send_heartbeat
+        """Tells the stages that the driver lives."""
 
     def submit(self, plan: StepPlan) -> None:
         """Hand a plan to every stage.
@@ -85,10 +82,6 @@ class ChannelPipeline:
                     self._failures.add(error, Witness.OWN_FAILURE if is_cause else Witness.NEIGHBOUR)
         return results
 
-    def send_heartbeat(self) -> None:
-        """Tell the stages that the driver lives."""
-        self._channel.send_heartbeat()
-
     def close(self) -> None:
         """Tell the stages to stop."""
         self._channel.send_stop()
@@ -126,11 +119,11 @@ class Engine:
     """A scheduler, the pipeline that it plans for, and the encoders of images if there are any.
 
     Args:
-        scheduler: Who plans.
-        pipeline: Who executes the plans.
+        scheduler: Plans steps.
+        pipeline: Executes the plans.
         tracer: Of the driver.
-        encoders: Who encodes images; without them, requests with images are refused.
-        grammars: Who follows grammars; without them, requests that need that are refused.
+        encoders: Encode images; without them, requests with images are refused.
+        grammars: Follows grammars.
     """
 
     def __init__(
@@ -138,8 +131,8 @@ class Engine:
         scheduler: Scheduler,
         pipeline: Pipeline,
         tracer: Tracer,
-        encoders: ItemEncoders | None = None,
-        grammars: Grammars | None = None,
+        encoders: ItemEncoders | None,
+        grammars: Grammars,
     ) -> None:
         self._scheduler = scheduler
         self._pipeline = pipeline
@@ -167,17 +160,13 @@ class Engine:
             )
         if not request.has_grammar:
             self._scheduler.add(request)
-        elif self._grammars is None:
-            raise RequestError(
-                "this engine follows no grammars", request_id=request.request_id, param="structured_outputs"
-            )
         elif self._grammars.add(request):
-            self._schedule(request, self._grammars)
+            self._schedule(request)
 
     def abort(self, request: Request) -> bool:
         """End a request now; return whether it was unfinished."""
         self._may_plan = True
-        if self._grammars is not None and request.has_grammar:
+        if request.has_grammar:
             if self._grammars.is_held_back(request):
                 request.finish_reason = FinishReason.ABORT
             self._grammars.close(request)
@@ -187,12 +176,11 @@ class Engine:
 
     def fileno(self) -> int | None:
         """Return what a poller finds readable when `step` has something to do although no result has come."""
-        return None if self._grammars is None else self._grammars.fileno()
+        return self._grammars.fileno()
 
     def close(self) -> None:
         """End what the engine has started."""
-        if self._grammars is not None:
-            self._grammars.stop()
+        self._grammars.stop()
 
     def step(self) -> None:
         """Take in the results that are there, and dispatch every step that may go.
@@ -209,12 +197,12 @@ class Engine:
             if self._scheduler.without_logits:
                 self._failed += [(request, not_finite(request)) for request in self._scheduler.without_logits]
                 self._scheduler.without_logits = []
-            if self._grammars is not None and self._grammars.num_texts:
+            if self._grammars.texts:
                 self._grammars.note_step(result.step_id, brought)
                 brought = [update for update in brought if update.is_news]
             self._updates.extend(brought)
-        if self._grammars is not None:
-            self._look_at_grammars(self._grammars)
+        if self._grammars.texts:
+            self._look_at_grammars()
         if self._encoders is not None:
             self._exchange(self._encoders)
         step_id = results[-1].step_id if results else -1
@@ -234,8 +222,7 @@ class Engine:
 
         That is all of `step` that there is to be done when nothing but `fileno` is readable.
         """
-        if self._grammars is not None:
-            self._look_at_grammars(self._grammars)
+        self._look_at_grammars()
         return self._may_plan or bool(self._failed)
 
     def take_updates(self) -> Sequence[RequestUpdate]:
@@ -247,15 +234,13 @@ class Engine:
         """Return the requests that ended with an error since the last call."""
         taken, self._failed = self._failed, []
         for request, _ in taken:
-            if self._grammars is not None and request.has_grammar:
-                self._grammars.close(request)
+            self._grammars.close(request)
         return taken
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is waiting or running."""
-        is_compiling = self._grammars is not None and self._grammars.num_held_back > 0
-        return self._scheduler.has_unfinished or is_compiling
+        return self._scheduler.has_unfinished or self._grammars.num_held_back > 0
 
     def requests_in_flight(self) -> list[Request]:
         """Return the unfinished requests that are in steps in flight, each once."""
@@ -267,10 +252,9 @@ class Engine:
         return self._scheduler.num_in_flight > 0
 
     def stats(self) -> SchedulerStats:
-        """Return the scheduler's counters. Who waits for a grammar waits."""
+        """Return the scheduler's counters. Requests that are held back for their grammar count as waiting."""
         stats = self._scheduler.stats()
-        num_held_back = self._grammars.num_held_back if self._grammars is not None else 0
-        return replace(stats, num_waiting=stats.num_waiting + num_held_back) if num_held_back else stats
+        return replace(stats, num_waiting=stats.num_waiting + self._grammars.num_held_back)
 
     def stats_dict(self) -> dict[str, Any]:
         """Return the scheduler's counters and the encoders' figures, as plain data."""
@@ -301,15 +285,15 @@ class Engine:
         for request, row in zip(self._scheduler.started_by_last_step(), plan.start_rows.tolist(), strict=True):
             if not request.is_admitted_again:
                 request.queue_us = min((now - request.arrival_ns) // 1000, _MAX_INT32)
-            if self._grammars is not None and request.has_grammar:
+            if request.has_grammar:
                 self._grammars.note_started(request, row, plan.step_id)
 
-    def _look_at_grammars(self, grammars: Grammars) -> None:
-        news = grammars.poll()
+    def _look_at_grammars(self) -> None:
+        news = self._grammars.poll()
         self._may_plan |= bool(news.admitted or news.refused or news.failed)
         for request in news.admitted:
             try:
-                self._schedule(request, grammars)
+                self._schedule(request)
             except RequestError as error:
                 self._failed.append((request, error))
         for request, _ in news.failed:
@@ -318,7 +302,7 @@ class Engine:
             request.finish_reason = FinishReason.ERROR
             self._failed.append((request, refusal))
 
-    def _schedule(self, request: Request, grammars: Grammars) -> None:
+    def _schedule(self, request: Request) -> None:
         """Queue a request whose grammar is compiled.
 
         Raises:
@@ -327,7 +311,7 @@ class Engine:
         try:
             self._scheduler.add(request)
         except RequestError:
-            grammars.close(request)
+            self._grammars.close(request)
             raise
 
 

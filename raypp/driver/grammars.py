@@ -1,4 +1,4 @@
-"""The requests under a grammar: held back until it is compiled, begun when they get a row, told about each step.
+"""The requests under a grammar: held back until it is compiled, begun when they get a row, continued after each step.
 
     add --> CompileJob ... it is done --> scheduler ... a row --> MaskJob ... it is done --> masks to the last stage
                                                           |
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import takewhile
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -32,7 +33,7 @@ from raypp.grammar.grammar_threads import (
     SlowMaskJob,
 )
 from raypp.grammar.text_grammar import TextGrammar
-from raypp.messages import NO_INT32S, NO_STEP, Int32s, MaskUpdate
+from raypp.messages import NO_INT32S, NO_STEP, MaskUpdate, int32s
 from raypp.request import Request, RequestUpdate
 from raypp.structured_outputs import source_of
 
@@ -46,7 +47,7 @@ _ADMITTED_AT_ONCE = 64
 """Requests that `poll` says may run: thousands may wait for the same grammar."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Constraint:
     """What the texts of unfinished requests share."""
 
@@ -54,7 +55,6 @@ class Constraint:
     value: Mapping[str, Any]  # `SamplingParams.structured_outputs`
     is_queued: bool = False  # to be compiled, or being so
     is_slow: bool = False  # whether the newest masks of one of its texts took long
-    num_texts: int = 0
     waiting: dict[_Text, None] = field(default_factory=dict)  # texts that can go on once it is compiled
 
 
@@ -85,7 +85,7 @@ class Constraints:
         """
         self._backend = backend
         self._timeout_s = timeout_s
-        self._by_key: dict[str, Constraint] = {}
+        self._by_key: WeakValueDictionary[str, Constraint] = WeakValueDictionary()  # while texts or queues hold them
         self._queue: deque[Constraint] = deque()
         self._compiling: dict[CompileJob, Constraint] = {}
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()  # by key, the last used ones last
@@ -99,14 +99,7 @@ class Constraints:
             constraint = self._by_key[key] = Constraint(key, value)
         elif isinstance(value, dict):
             value.update(constraint.value)  # the same, so that its memory is kept only once
-        constraint.num_texts += 1
         return constraint
-
-    def leave(self, constraint: Constraint, text: _Text) -> None:
-        """Forget one of a constraint's texts."""
-        constraint.waiting.pop(text, None)
-        constraint.num_texts -= 1
-        self._forget_unused(constraint)
 
     def compiled(self, constraint: Constraint) -> CompiledGrammar | None:
         """Return the constraint's grammar; None if it has to be compiled, perhaps once more."""
@@ -132,7 +125,6 @@ class Constraints:
                 self._backend.submit(job)
             else:
                 constraint.is_queued = False
-                self._forget_unused(constraint)
 
     def take(self, job: CompileJob) -> list[_Text]:
         """Take in what a job has brought; return the texts that waited for that."""
@@ -159,7 +151,6 @@ class Constraints:
         """Return the texts that waited for a constraint, which is no longer to be compiled."""
         constraint.is_queued = False
         texts, constraint.waiting = list(constraint.waiting), {}
-        self._forget_unused(constraint)
         return texts
 
     def _keep(self, key: str, compiled: CompiledGrammar) -> None:
@@ -168,10 +159,6 @@ class Constraints:
         while self._num_kept_bytes > _MAX_KEPT_BYTES and len(self._kept) > 1:
             _, oldest = self._kept.popitem(last=False)
             self._num_kept_bytes -= oldest.memory_size_bytes
-
-    def _forget_unused(self, constraint: Constraint) -> None:
-        if not constraint.num_texts and not constraint.is_queued:
-            self._by_key.pop(constraint.key, None)
 
 
 @dataclass(frozen=True)
@@ -198,18 +185,15 @@ class Grammars:
         """
         self._backend = backend
         self._send_masks = send_masks
-        self._texts: dict[Request, _Text] = {}
+        self.texts: dict[Request, _Text] = {}
+        """The unfinished requests under a grammar. While there are none, `poll` has nothing to do unless `fileno` says
+        so."""
         self._ready: deque[_Text] = deque()  # to be admitted, closed ones among them
         self._constraints: Constraints = Constraints(backend, compile_timeout_s)
         self._making: dict[MaskJob, _Text] = {}  # the oldest first
         self._news = GrammarNews()
         self.num_held_back = 0
         """Requests whose grammar is not compiled yet."""
-
-    @property
-    def num_texts(self) -> int:
-        """Unfinished requests under a grammar."""
-        return len(self._texts)
 
     def fileno(self) -> int | None:
         """Return what a poller finds readable when `poll` has something to do; see `GrammarBackend`."""
@@ -219,7 +203,7 @@ class Grammars:
         """Take in a request; return whether it may run. If not, `poll` tells once its grammar is compiled."""
         assert request.params.structured_outputs is not None
         constraint = self._constraints.join(request.params.structured_outputs)
-        text = self._texts[request] = _Text(request, constraint)
+        text = self.texts[request] = _Text(request, constraint)
         is_compiled = self._constraints.compiled(constraint) is not None
         text.is_admitted = is_compiled and not self._ready  # those go first
         if not text.is_admitted:
@@ -232,21 +216,21 @@ class Grammars:
 
     def is_held_back(self, request: Request) -> bool:
         """Return whether the request's grammar is not compiled yet."""
-        return request in self._texts and not self._texts[request].is_admitted
+        return request in self.texts and not self.texts[request].is_admitted
 
     def close(self, request: Request) -> None:
         """Forget a request; one without a grammar is none that was known."""
-        text = self._texts.pop(request, None)
+        text = self.texts.pop(request, None)
         if text is None:
             return
         self.num_held_back -= not text.is_admitted
-        self._constraints.leave(text.constraint, text)
+        text.constraint.waiting.pop(text, None)
         if text.job is not None:
             del self._making[text.job]
 
     def note_started(self, request: Request, row: int, step_id: int) -> None:
         """Say that a request takes a row over with a step, for the first time or after a preemption."""
-        if (text := self._texts.get(request)) is not None:
+        if (text := self.texts.get(request)) is not None:
             text.row, text.start_step = row, step_id
             if text.grammar is not None:
                 self._tell_stage([text])
@@ -256,7 +240,7 @@ class Grammars:
     def note_step(self, step_id: int, updates: Sequence[RequestUpdate]) -> None:
         """Take in what a step brought."""
         for update in updates:
-            if update.draft_ids is None or (text := self._texts.get(update.request)) is None:
+            if update.draft_ids is None or (text := self.texts.get(update.request)) is None:
                 continue
             if update.finish_reason:
                 self.close(text.request)
@@ -271,7 +255,7 @@ class Grammars:
                 fresh += self._take_masks(job)
             elif isinstance(job, CompileJob):
                 self._take_compiled(job)
-        if self._texts:  # what was begun for requests that have left ends by itself, or is given up for the next one
+        if self.texts:  # what was begun for requests that have left ends by itself, or is given up for the next one
             self._tell_stage(fresh)
             self._check_time()
             self._constraints.compile_next()
@@ -301,7 +285,7 @@ class Grammars:
         """Let some of those run whose grammar is compiled; the others in later calls."""
         while self._ready and len(self._news.admitted) < _ADMITTED_AT_ONCE:
             text = self._ready.popleft()
-            if text.request in self._texts:
+            if text.request in self.texts:
                 text.is_admitted = True
                 self.num_held_back -= 1
                 self._news.admitted.append(text.request)
@@ -349,9 +333,9 @@ class Grammars:
         drafts = [token_id for _, masks in told for token_id in masks.draft_ids]
         self._send_masks(
             MaskUpdate(
-                rows=_int32s([text.row for text, _ in told]),
+                rows=int32s([text.row for text, _ in told]),
                 moments=np.array([_moment(text, latest) for text, latest in told], np.int64),
-                draft_ids=_int32s(drafts) if drafts else NO_INT32S,
+                draft_ids=int32s(drafts) if drafts else NO_INT32S,
                 bitmasks=np.concatenate([masks.bitmasks for _, masks in told]),
             )
         )
@@ -378,10 +362,6 @@ def _moment(text: _Text, latest: MaskJob) -> tuple[int, int, int, int]:
     after_step = max(latest.after_step, text.start_step - 1)
     position = len(text.request.prompt_token_ids) + latest.num_accepted
     return text.start_step, after_step, position, len(latest.bitmasks)
-
-
-def _int32s(values: Sequence[int]) -> Int32s:
-    return np.array(values, np.int32)
 
 
 def _too_slow(took_s: float, num_tokens: int) -> RequestError:

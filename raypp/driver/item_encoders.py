@@ -186,12 +186,10 @@ class EncoderShares:
         for item in sorted(window, key=lambda item: -cost_of(item)):
             home = self._homes.get(item.key)
             open_to = [index for index in takers if len(shares[index]) < self._max_call_items]
-            if home in open_to:
-                shares[home].append(item)
-                continue
-            index = min(open_to, key=lambda index: loads[index])
+            index = home if home in open_to else min(open_to, key=lambda index: loads[index])
             shares[index].append(item)
-            loads[index] += cost_of(item)
+            if index != home:
+                loads[index] += cost_of(item)
         order = {item.key: place for place, item in enumerate(window)}
         calls = []
         for index, items in shares.items():

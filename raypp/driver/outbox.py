@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raypp.messages import NO_BYTES, Bytes, OutputBatch, OutputLogprobs, TokenLogprobs, pack_inside
+from raypp.messages import NO_BYTES, Bytes, OutputBatch, OutputLogprobs, TokenLogprobs, int32s, pack_inside
 from raypp.request import LogprobRows, Request, RequestUpdate
 from raypp.types import FinishReason
 
@@ -96,21 +96,17 @@ def _output_batch(held: dict[Request, _Held]) -> OutputBatch:
     drafts = [request.draft_counts for request in requests]
     return OutputBatch(
         handles=np.array([request.handle for request in requests], np.int64),
-        num_tokens=_int32s([len(content.token_ids) for content in contents]),
-        token_ids=_int32s([token_id for content in contents for token_id in content.token_ids]),
-        finish_reasons=_int32s([content.finish_reason for content in contents]),
-        stop_token_ids=_int32s([request.stop_token_id for request in requests]),
-        num_cached_tokens=_int32s([request.num_cached_tokens for request in requests]),
-        num_preemptions=_int32s([request.num_preemptions for request in requests]),
-        queue_us=_int32s([request.queue_us for request in requests]),
+        num_tokens=int32s([len(content.token_ids) for content in contents]),
+        token_ids=int32s([token_id for content in contents for token_id in content.token_ids]),
+        finish_reasons=int32s([content.finish_reason for content in contents]),
+        stop_token_ids=int32s([request.stop_token_id for request in requests]),
+        num_cached_tokens=int32s([request.num_cached_tokens for request in requests]),
+        num_preemptions=int32s([request.num_preemptions for request in requests]),
+        queue_us=int32s([request.queue_us for request in requests]),
         drafted_by_position=_table([counts.drafted_by_position if counts else None for counts in drafts]),
         accepted_by_position=_table([counts.accepted_by_position if counts else None for counts in drafts]),
         logprobs=pack_logprobs([c.logprobs for c in contents], [c.prompt_logprobs for c in contents]),
     )
-
-
-def _int32s(values: Sequence[int]) -> NDArray[np.int32]:
-    return np.array(values, np.int32)
 
 
 def _table(rows: Sequence[list[int] | None]) -> NDArray[np.int32]:
@@ -139,10 +135,10 @@ def pack_logprobs(output: Sequence[Sequence[LogprobRows]], prompt: Sequence[Sequ
     prompt_columns = {f"prompt_{name}": column for name, column in _joined(prompt)._asdict().items()}
     return pack_inside(
         OutputLogprobs(
-            counts=_int32s([sum(rows.end - rows.start for rows in of_request) for of_request in output]),
-            widths=_int32s([of_request[0].width if of_request else 0 for of_request in output]),
-            prompt_counts=_int32s([sum(rows.end - rows.start for rows in of_request) for of_request in prompt]),
-            prompt_widths=_int32s([of_request[0].width if of_request else 0 for of_request in prompt]),
+            counts=int32s([sum(rows.end - rows.start for rows in of_request) for of_request in output]),
+            widths=int32s([of_request[0].width if of_request else 0 for of_request in output]),
+            prompt_counts=int32s([sum(rows.end - rows.start for rows in of_request) for of_request in prompt]),
+            prompt_widths=int32s([of_request[0].width if of_request else 0 for of_request in prompt]),
             **columns,
             **prompt_columns,
         )

@@ -18,7 +18,7 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,38 +66,14 @@ class OpenRequests:
     """
 
     def __init__(self, *, max_bytes: int, max_pixel_bytes: int) -> None:
-        self._memory = RequestMemory(max_bytes=max_bytes, max_pixel_bytes=max_pixel_bytes)
-        self._of_client: dict[bytes, dict[str, Request]] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """That unfinished requests take, without pixels."""
-        return self._memory.num_bytes
-
-    @property
-    def num_pixel_bytes(self) -> int:
-        """Of the images of unfinished requests."""
-        return self._memory.num_pixel_bytes
-
-    @property
-    def clients(self) -> Iterable[bytes]:
-        """The clients that are there."""
-        return self._of_client
-
-    def __contains__(self, client: bytes) -> bool:
-        return client in self._of_client
-
-    def open_client(self, client: bytes) -> None:
-        """Take in a client; one that is known stays as it is."""
-        self._of_client.setdefault(client, {})
-
-    def close_client(self, client: bytes) -> list[Request]:
-        """Forget a client; return its requests, which count until they are removed."""
-        return list(self._of_client.pop(client, {}).values())
+        self.memory = RequestMemory(max_bytes=max_bytes, max_pixel_bytes=max_pixel_bytes)
+        """Counts the requests until they are removed, those of clients that left among them."""
+        self.of_client: dict[bytes, dict[str, Request]] = {}
+        """By id, of each client that is there."""
 
     def find(self, client: bytes, request_id: str) -> Request | None:
         """Return a client's unfinished request; None if there is none of this id."""
-        return self._of_client.get(client, {}).get(request_id)
+        return self.of_client.get(client, {}).get(request_id)
 
     def admit(self, request: Request) -> None:
         """Count a new request. Its images become those that are kept already, where they are the same.
@@ -115,13 +91,13 @@ class OpenRequests:
             )
         if request.items is not None:
             request.items = replace(request.items, items=tuple(map(_without_buffer, request.items.items)))
-        request.items = self._memory.add(request, request, is_new=not request.num_earlier_tokens)
-        self._of_client.setdefault(request.client, {})[request.request_id] = request
+        request.items = self.memory.add(request, request, is_new=not request.num_earlier_tokens)
+        self.of_client.setdefault(request.client, {})[request.request_id] = request
 
     def remove(self, request: Request) -> None:
-        """Forget a request that has ended; one that was forgotten already is ignored."""
-        if self._memory.remove(request):
-            of_client = self._of_client.get(request.client, {})
+        """Forget a request that has ended; one that was refused, or forgotten already, is ignored."""
+        if self.memory.remove(request):
+            of_client = self.of_client.get(request.client, {})
             if of_client.get(request.request_id) is request:
                 del of_client[request.request_id]
 
@@ -130,14 +106,6 @@ def _without_buffer(item: EncoderItem) -> EncoderItem:
     if item.patches.nbytes >= _SMALL_ARRAY_BYTES:
         return item
     return replace(item, patches=np.array(item.patches))
-
-
-_LOG = logging.getLogger(__name__)
-_INTERVAL_S = 10.0
-
-
-def _since(before: list[int], now: list[int], place: int) -> int:
-    return now[place] - (before[place] if before else 0)
 
 
 _COST_PER_TURN = 12.0
@@ -179,7 +147,7 @@ def open_client_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) ->
 
 
 class DriverServer:
-    """Serves clients until told to stop or until the pipeline fails."""
+    """Serves clients until `stop`, or until the pipeline fails."""
 
     def __init__(
         self,
@@ -291,7 +259,7 @@ class DriverServer:
             raise error
         if time.monotonic() >= self._next_heartbeat_s:
             self._pipeline.send_heartbeat()
-            for client in list(self._requests.clients):
+            for client in list(self._requests.of_client):
                 self._send(client, Alive())
             self._next_heartbeat_s = time.monotonic() + self._heartbeat_s
             self._draft_log.note(self._engine.stats(), time.monotonic())
@@ -324,7 +292,7 @@ class DriverServer:
         """Do what a message asks for, piece by piece; yield what each has cost."""
         match message:
             case OpenClient():
-                self._requests.open_client(client)
+                self._requests.of_client.setdefault(client, {})
                 self._on_connected()
             case AddRequests(requests):
                 for request in requests:
@@ -347,12 +315,8 @@ class DriverServer:
         request.client = client
         try:
             self._requests.admit(request)
-        except (QueueFullError, RequestError) as error:
-            self._send(client, Rejected(request.handle, error))
-            return
-        try:
             self._engine.add(request)
-        except RequestError as error:
+        except (QueueFullError, RequestError) as error:
             self._requests.remove(request)
             self._send(client, Rejected(request.handle, error))
 
@@ -363,7 +327,7 @@ class DriverServer:
             if update.finish_reason:
                 self._requests.remove(update.request)
         if self._work:  # maybe for a client that has left
-            updates = [update for update in updates if update.request.client in self._requests]
+            updates = [update for update in updates if update.request.client in self._requests.of_client]
         self._outbox.put(updates)
 
     def _send_failures(self) -> None:
@@ -372,7 +336,7 @@ class DriverServer:
             self._outbox.flush()  # an error is the last that a client hears of a request
         for request, error in failed:
             self._requests.remove(request)
-            if request.client in self._requests:
+            if request.client in self._requests.of_client:
                 self._send(request.client, Rejected(request.handle, error))
 
     def _stats(self, spans_after_us: int | None) -> dict[str, Any]:
@@ -389,7 +353,7 @@ class DriverServer:
     def _close(self, client: bytes) -> list[Request]:
         """Tell a client nothing more; return what it still has."""
         self._outbox.forget(client)
-        return self._requests.close_client(client)
+        return list(self._requests.of_client.pop(client, {}).values())
 
     def _abort_all(self, requests: Sequence[Request]) -> Iterator[float]:
         for request in requests:
@@ -413,7 +377,7 @@ class DriverServer:
         in_flight: dict[bytes, list[int]] = {}
         for request in self._engine.requests_in_flight():
             in_flight.setdefault(request.client, []).append(request.handle)
-        for client in list(self._requests.clients):
+        for client in list(self._requests.of_client):
             self._send(client, EngineDead(error, in_flight.get(client, [])))
 
     def _send(self, client: bytes, message: DriverMessage) -> None:

@@ -31,7 +31,7 @@ class _Span(NamedTuple):
     start_us: int
     end_us: int
     form: int
-    times: StageTimes | None  # as they were known when it was planned, or little later
+    times: StageTimes  # as they were known when it was planned, or little later
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class _Stage:
 class _Step:
     cohort: int
     num_decode_rows: int
-    num_scheduled_tokens: Int32s  # these are added up only when somebody looks
+    num_scheduled_tokens: Int32s  # these are added up only when a timeline is asked for
     num_computed_tokens: Int32s
     samples: Bools
 
@@ -61,13 +61,12 @@ class StageActivity:
     """Keeps the stages' sums, their last forwards, and for how long any step was in flight.
 
     Args:
-        num_stages: That report.
-        predictor: Learns from what they report; None: nobody does.
+        predictor: Of the stages that report; it learns from that.
     """
 
-    def __init__(self, num_stages: int, predictor: StepPredictor | None = None) -> None:
+    def __init__(self, predictor: StepPredictor) -> None:
         self._predictor = predictor
-        self._stages = [_Stage() for _ in range(num_stages)]
+        self._stages = [_Stage() for _ in predictor.stages]
         self._steps: dict[int, _Step] = {}
         self._num_in_flight = 0
         self._active_ns = 0
@@ -85,7 +84,7 @@ class StageActivity:
             stage.graphs = graphs
 
     def note_dispatched(self, plan: StepPlan) -> None:
-        """Remember whose step this is."""
+        """Remember the step's cohort, rows and tokens."""
         if not self._num_in_flight:
             self._active_since_ns = time.monotonic_ns()
         self._num_in_flight += 1
@@ -106,20 +105,16 @@ class StageActivity:
         stage.num_steps, stage.busy_ns = report.num_steps, report.busy_ns
         stage.copy_wait_ns = report.copy_wait_ns
         stage.num_unrecorded = {why.name.lower(): int(report.num_unrecorded[why]) for why in Unrecorded}
-        times = None if self._predictor is None else self._predictor.stages[stage_index]
+        times = self._predictor.stages[stage_index]
         columns = (report.step_ids, report.start_us, report.end_us, report.forms)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         spans = [_Span(step_id, start_us, end_us, form, times) for step_id, start_us, end_us, form in rows]
         stage.spans.extend(spans)
-        if self._predictor is not None:
-            self._learn(self._predictor, stage_index, spans)
-
-    def _learn(self, predictor: StepPredictor, stage_index: int, spans: Sequence[_Span]) -> None:
         known = [(step, span) for span in spans if (step := self._steps.get(span.step_id)) is not None]
         with_prompts = [found for found in known if len(found[0].samples) > found[0].num_decode_rows]
         others = [found for found in known if len(found[0].samples) == found[0].num_decode_rows]
         taken = with_prompts[-_LEARNED:] + others[-_LEARNED:]
-        predictor.learn(
+        self._predictor.learn(
             stage_index, [step.work for step, _ in taken], [(span.end_us - span.start_us) / 1e3 for _, span in taken]
         )
 
@@ -152,9 +147,8 @@ class StageActivity:
                     break
                 step = self._steps.get(span.step_id)
                 if step is not None:
-                    work, predicted_us = step.work, 0
-                    if self._predictor is not None and span.times is not None:
-                        predicted_us = round(step_ms(span.times, amounts(work, self._predictor.roofline)) * 1e3)
+                    work = step.work
+                    predicted_us = round(step_ms(span.times, amounts(work, self._predictor.roofline)) * 1e3)
                     of_step = (step.cohort, len(step.samples), work.num_tokens)
                     found.append([stage_index, *span[:3], *of_step, span.form, list(work), predicted_us])
         return found
@@ -211,11 +205,6 @@ class StageHealth:
         self._heard_s = [self._clock()] * num_stages
         self._last_step_ids = [NO_STEP] * num_stages
         self._progress_s = self._clock()
-
-    @property
-    def num_stages(self) -> int:
-        """P."""
-        return len(self._heard_s)
 
     def heard(self, stage_index: int, step_id: int) -> None:
         """Note a sign of a stage, which has finished `step_id` by now."""

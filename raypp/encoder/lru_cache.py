@@ -27,18 +27,14 @@ class LruCache(Generic[Key, Value]):
         """What the values measure."""
         self._values: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
         self._pins: Counter[Key] = Counter()
-        self._pinned = 0
+        self.pinned = 0
+        """What the pinned values measure."""
 
     def __contains__(self, key: Key) -> bool:
         return key in self._values
 
     def __len__(self) -> int:
         return len(self._values)
-
-    @property
-    def pinned(self) -> int:
-        """What the pinned values measure."""
-        return self._pinned
 
     def get(self, key: Key) -> Value | None:
         """Return a value, which thereby is used; None if it is not there."""
@@ -50,7 +46,7 @@ class LruCache(Generic[Key, Value]):
 
     def has_room(self, size: int) -> bool:
         """Return whether a value of that size could be put in: whether the unpinned ones make enough room."""
-        return self._pinned + size <= self.limit
+        return self.pinned + size <= self.limit
 
     def put(self, key: Key, value: Value, size: int) -> list[Key]:
         """Put a value in that is not there; return the keys of those that had to make room for it.
@@ -79,7 +75,7 @@ class LruCache(Generic[Key, Value]):
         _, size = self._values[key]
         self._values.move_to_end(key)
         if not self._pins[key]:
-            self._pinned += size
+            self.pinned += size
         self._pins[key] += 1
 
     def unpin(self, key: Key) -> None:
@@ -88,7 +84,7 @@ class LruCache(Generic[Key, Value]):
         self._pins[key] -= 1
         if not self._pins[key]:
             del self._pins[key]
-            self._pinned -= self._values[key][1]
+            self.pinned -= self._values[key][1]
 
     def size_of(self, key: Key) -> int:
         """Return what a value that is there measures, without using it."""
@@ -107,5 +103,5 @@ class LruCache(Generic[Key, Value]):
     def check_integrity(self) -> None:
         """Assert that everything was counted right, and that the limit was kept."""
         assert self.used == sum(size for _, size in self._values.values()) <= self.limit
-        assert self._pinned == sum(self._values[key][1] for key in self._pins)
+        assert self.pinned == sum(self._values[key][1] for key in self._pins)
         assert all(count > 0 for count in self._pins.values())

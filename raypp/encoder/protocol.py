@@ -60,12 +60,8 @@ class EncodedItem:
     """
 
     key: bytes  # of the `EncoderItem`
-    rows: torch.Tensor  # [1 + L, N, H] of the stages' type and device, contiguous
-
-    @property
-    def embeddings(self) -> torch.Tensor:
-        """What the placeholders' tokens are embedded as, [N, H]."""
-        return self.rows[0]
+    # [1 + L, N, H] of the stages' type and device, contiguous; the first are what the placeholders' tokens become
+    rows: torch.Tensor
 
     @property
     def deepstack(self) -> torch.Tensor:

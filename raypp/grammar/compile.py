@@ -66,7 +66,8 @@ class Matcher:
 
     _matcher: Any
     _stop_token_ids: frozenset[int]
-    _is_terminated: bool = field(default=False, init=False)
+    is_terminated: bool = field(default=False, init=False)
+    """Whether an end token was taken."""
 
     def fill_next_token_bitmask(self, rows: Int32s, index: int) -> None:
         """Write what may come next into a row of words, [N, W]; nothing if nothing may.
@@ -87,23 +88,19 @@ class Matcher:
         Raises:
             RuntimeError: it cannot be computed.
         """
-        if self._is_terminated:
+        if self.is_terminated:
             return False
         if token_id in self._stop_token_ids:
-            self._is_terminated = bool(self._matcher.is_accepting())
-            return self._is_terminated
+            self.is_terminated = bool(self._matcher.is_accepting())
+            return self.is_terminated
         is_taken: bool = self._matcher.try_consume_tokens([token_id]) == 1
         self._check()
         return is_taken
 
-    def is_terminated(self) -> bool:
-        """Return whether an end token was taken."""
-        return self._is_terminated
-
     def rollback(self, num_tokens: int) -> None:
         """Take the last tokens back."""
-        num_tokens -= self._is_terminated
-        self._is_terminated = False
+        num_tokens -= self.is_terminated
+        self.is_terminated = False
         if num_tokens:
             self._matcher.rollback(num_tokens)
             self._check()

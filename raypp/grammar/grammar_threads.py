@@ -120,7 +120,7 @@ class SlowMaskJob(MaskJob):
 
 
 class GrammarBackend(Protocol):
-    """Whoever does jobs. One thread's."""
+    """Does jobs. For one thread."""
 
     def submit(self, job: Job) -> None:
         """Have a job done. Does not wait for it, and raises nothing."""
@@ -180,10 +180,8 @@ class GrammarThreads:
                 os.eventfd_read(self._descriptor)
         done = list[Job]()
         while self._done:
-            done.append(self._done.popleft())
-        for job in done:
-            if job.is_given_up:
-                self._pools[type(job)].num_given_up -= 1
+            done.append(job := self._done.popleft())
+            self._pools[type(job)].num_given_up -= job.is_given_up
         return done
 
     def give_up(self, job: Job) -> None:
@@ -268,7 +266,7 @@ class GrammarThreads:
     def _load(self, source: VocabularySource) -> None:
         try:
             self._vocabulary.set_result(source.load())
-        except BaseException as error:  # those who need it will see
+        except BaseException as error:  # the jobs that need it fail with it
             self._vocabulary.set_exception(error)
 
     def _loaded(self) -> Vocabulary:

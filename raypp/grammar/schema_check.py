@@ -167,7 +167,9 @@ def _check_keywords(at: str, schema: dict[str, Any]) -> None:
             is_right = is_right and bool(value)
         if keyword in ("required", "dependentRequired"):
             names = [value] if keyword == "required" else [*value.values()] if is_right else []
-            is_right = is_right and all(isinstance(each, list) and _are_names(each) for each in names)
+            is_right = is_right and all(
+                isinstance(each, list) and all(isinstance(name, str) for name in each) for each in names
+            )
         if keyword in (*_MAPS, "required"):
             is_right = is_right and len(value) <= MAX_PROPERTIES
         if keyword in _COUNTS:
@@ -192,10 +194,6 @@ def _check_keywords(at: str, schema: dict[str, Any]) -> None:
                     raise cannot_be_enforced(at, str(error)) from None
             case _ if keyword in BOUNDS and not isinstance(value, bool):
                 _check_number(at, value, _MAX_EXACT if isinstance(value, int) else _MAX_BOUND_DIGITS)
-
-
-def _are_names(names: list[Any]) -> bool:
-    return all(isinstance(name, str) for name in names)
 
 
 def _check_characters(at: str, text: str) -> None:

@@ -67,7 +67,7 @@ class TextGrammar:
             if not _allows(rows[len(followed)], draft_id) or not self._matcher.accept_token(draft_id):
                 break
             num_followed += 1
-            if self._matcher.is_terminated() or not self._fill(rows, 1 + len(followed)):
+            if self._matcher.is_terminated or not self._fill(rows, 1 + len(followed)):
                 break
             followed.append(draft_id)
         if num_followed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from raypp.openai_api.anthropic_request import MessagesFields, MessagesRequest
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.from_outputs import Prepared, PreparedChat, PreparedCompletion, TokenNames
-from raypp.openai_api.request_fields import NO_DEFAULTS, BodyModel
+from raypp.openai_api.request_fields import NO_DEFAULTS, BodyModel, renaming
 from raypp.openai_api.response_answer import PreparedResponse
 from raypp.openai_api.response_request import ResponseRequest
 from raypp.openai_api.syntax import begun_in, num_thought_tokens
@@ -123,7 +123,7 @@ class BodyPreparer:
         def encode(messages: Sequence[ChatMessage]) -> EncodedPrompt:
             return prompts.chat(messages, rendering, max_kept=max_kept)
 
-        with _naming("messages"):
+        with renaming(lambda named: named or "messages"):
             if self._pictures is not None and has_pictures(messages):
                 async with self._reading():
                     return await self._pictures.beside.messages(messages, encode)
@@ -157,7 +157,7 @@ class BodyPreparer:
         is_long = sum(map(len, texts)) > _MAX_INLINE_CHARS
         for piece in _slices(texts, _MAX_INLINE_CHARS):
             encode = partial(tokenizer.encode, piece, add_special_tokens=add_special_tokens, max_kept=max_kept)
-            with _naming("prompt"):
+            with renaming(lambda named: named or "prompt"):
                 encoded = await asyncio.to_thread(encode) if is_long else encode()
             num_tokens += sum(map(len, encoded))
             check_tokens(num_tokens)
@@ -224,9 +224,9 @@ class BodyPreparer:
         )
         make_parser = partial(request.parser, self.syntax, begun=begun)
         return PreparedChat(
-            replace(prompt, cache_salt=request.cache_salt or "", make_stop_scope=make_parser),
+            [replace(prompt, cache_salt=request.cache_salt or "", make_stop_scope=make_parser)],
             params,
-            make_parser=make_parser,
+            make_parser,
             num_reasoning=partial(num_thought_tokens, self.tokenizer, thoughts, begun=begun),
             names=TokenNames(self.tokenizer, bool(request.return_tokens_as_token_ids)),
             return_token_ids=bool(request.return_token_ids),
@@ -241,7 +241,7 @@ class BodyPreparer:
         max_kept = request.max_kept(self._max_model_len)
         kept = slice(None if max_kept is None else -max_kept, None)
         texts = [prompt for prompt in given if isinstance(prompt, str)]
-        ids = [np.asarray(prompt["prompt_token_ids"])[kept] for prompt in given if not isinstance(prompt, str)]
+        ids = [np.asarray(prompt)[kept] for prompt in given if not isinstance(prompt, str)]
         check(sum(map(len, ids)))
         encode = partial(self.texts, add_special_tokens=request.add_special_tokens is not False, max_kept=max_kept)
         encoded, from_ids = iter(await encode(texts, check_tokens=check) if texts else ()), iter(ids)
@@ -289,16 +289,6 @@ def _slices(texts: Sequence[str], max_chars: int) -> Iterator[list[str]]:
             piece, num_chars = [], 0
     if piece:
         yield piece
-
-
-@contextmanager
-def _naming(param: str) -> Iterator[None]:
-    """Let errors name the field whose content was at fault."""
-    try:
-        yield
-    except RequestError as error:
-        error.param = error.param or param
-        raise
 
 
 async def _beside_if_long(num_chars: int, work: Callable[[], T]) -> T:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -24,6 +24,7 @@ from raypp.openai_api.request_fields import (
     RequestModel,
     make_sampling_params,
     naming_form,
+    renaming,
 )
 from raypp.openai_api.syntax import PLAIN_SYNTAX, CallSyntax, MessageSyntax, is_thought
 from raypp.openai_api.tools import (
@@ -215,20 +216,14 @@ class DerivedChat:
     params: Mapping[str, str]
     """A chat's fields, and what they are called in the body, where that differs."""
 
-    @contextmanager
-    def naming(self) -> Iterator[None]:
+    def naming(self) -> AbstractContextManager[None]:
         """Let errors about the chat name the fields of the body that it was made of."""
-        try:
-            yield
-        except RequestError as error:
-            if error.param is not None:
-                error.param = self._own_param(error.param)
-            raise
+        return renaming(self._own_param)
 
-    def _own_param(self, param: str) -> str:
-        if message := re.match(r"messages\[(\d+)\]", param):
+    def _own_param(self, param: str | None) -> str | None:
+        if message := re.match(r"messages\[(\d+)\]", param or ""):
             return self.origins[int(message[1])]
-        return self.params.get(param, param)
+        return self.params.get(param or "", param)
 
 
 _NOT_FOR_TEMPLATES = frozenset(
@@ -422,10 +417,10 @@ class ChatRequest(CompletionFields):
         given, effort = self.chat_template_kwargs or {}, self.reasoning_effort
         if effort is None:
             return dict(given)
-        kwargs: dict[str, Any] = {"reasoning_effort": effort} if syntax.reads("reasoning_effort") else {}
-        if effort == "none" and syntax.reads("enable_thinking"):
+        kwargs: dict[str, Any] = {"reasoning_effort": effort} if "reasoning_effort" in syntax.template_switches else {}
+        if effort == "none" and "enable_thinking" in syntax.template_switches:
             kwargs["enable_thinking"] = False
-        if effort == "none" and syntax.has_thoughts and not kwargs and "enable_thinking" not in given:
+        if effort == "none" and syntax.thoughts is not None and not kwargs and "enable_thinking" not in given:
             raise RequestError(
                 "this model's chat template cannot turn thoughts off",
                 got="reasoning_effort='none'",
@@ -446,9 +441,10 @@ class ChatRequest(CompletionFields):
         Raises:
             RequestError: a choice that the tools do not have, or tools in both of their forms.
         """
+        asks_for_tools = self.tools is not None or self.tool_choice is not None
         if not self._has_functions:
-            return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
-        if self.tools is not None or self.tool_choice is not None:
+            return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls) if asks_for_tools else None
+        if asks_for_tools:
             raise RequestError(
                 "functions or function_call beside tools or tool_choice",
                 expected="the one or the other",
@@ -468,7 +464,7 @@ class ChatRequest(CompletionFields):
                 param="tools",
             )
         wanted = self.response_format
-        may_think = syntax.has_thoughts and self._own_kwargs(syntax).get("enable_thinking") is not False
+        may_think = syntax.thoughts is not None and self._own_kwargs(syntax).get("enable_thinking") is not False
         is_thinking = is_thought(begun, syntax.thoughts)
         return AnswerForm(
             schema=None if wanted is None else response_schema(wanted.type, wanted.json_schema),

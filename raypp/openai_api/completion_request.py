@@ -11,7 +11,7 @@ from raypp.errors import RequestError
 from raypp.openai_api.error_bodies import END_OF_TOKEN_IDS, BodyError
 from raypp.openai_api.foreign_fields import OF_COMPLETIONS, ForeignField
 from raypp.openai_api.request_fields import NO_DEFAULTS, CompletionFields, Entries, Integer, make_sampling_params
-from raypp.types import SamplingParams, TokensPrompt
+from raypp.types import SamplingParams
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -59,20 +59,17 @@ class CompletionRequest(CompletionFields):
     best_of: Integer | None = Field(default=None, ge=1)
     """Only the value of `n`: nothing is generated to be thrown away."""
 
-    def prompts(self) -> list[str | TokensPrompt]:
-        """Return the prompts as the engine takes them; the choices follow their order.
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts, each a text or token ids; the choices follow their order.
 
         Raises:
             RequestError: there is none.
         """
         given = self.prompt
-        if isinstance(given, str):
-            return [given]
-        if not given:
+        if not given and not isinstance(given, str):
             raise RequestError("there is no prompt", got=given, expected="at least one", param="prompt")
-        if isinstance(given[0], int):
-            return [_as_prompt(given)]
-        return [_as_prompt(one) for one in cast("list[str | list[int]]", given)]
+        is_one = isinstance(given, str) or isinstance(given[0], int)
+        return cast("list[str | list[int]]", [given] if is_one else given)
 
     @property
     def is_scoring(self) -> bool:
@@ -112,7 +109,3 @@ class CompletionRequest(CompletionFields):
         if self.is_scoring:
             given["max_tokens"] = 1  # the least that the engine computes; the answer leaves it out
         return make_sampling_params(given, max_model_len)
-
-
-def _as_prompt(one: str | list[int]) -> str | TokensPrompt:
-    return one if isinstance(one, str) else {"prompt_token_ids": one}

@@ -47,6 +47,21 @@ _LISTS = {
 """What the lists hold that stand where a single value may stand, too."""
 
 
+_ANSWERS: Mapping[type[Exception], tuple[int, str, str | None]] = {
+    ContextLengthError: (400, "invalid_request_error", "context_length_exceeded"),
+    FatalRequestError: (400, "invalid_request_error", "fatal_request"),  # clients would send it again after a 500
+    RequestError: (400, "invalid_request_error", None),
+    ConfigError: (400, "invalid_request_error", "unsupported"),
+    QueueFullError: (429, "rate_limit_error", "queue_full"),
+    NonFiniteLogitsError: (500, "server_error", "non_finite_logits"),
+    EncoderDiedError: (503, "server_error", "encoder_dead"),
+    EngineDeadError: (503, "server_error", "engine_dead"),
+    DeadlineError: (504, "server_error", "timeout"),
+    Exception: (500, "server_error", "internal_error"),
+}
+"""Status, `type` and `code` by the error; the first class that it is an instance of counts."""
+
+
 class ErrorObject(OpenAIModel):
     """What went wrong."""
 
@@ -159,29 +174,8 @@ def body_error(complaints: Sequence[Mapping[str, Any]], body: object, kind: type
 
 
 def describe_error(error: Exception) -> tuple[int, ErrorResponse]:
-    """Return the HTTP status and the body for an error. What is not raypp's own is not told in detail."""
-    code: str | None = None
-    match error:
-        case ContextLengthError():
-            status, kind, code = 400, "invalid_request_error", "context_length_exceeded"
-        case FatalRequestError():  # not one of the server's statuses: clients would send it again
-            status, kind, code = 400, "invalid_request_error", "fatal_request"
-        case RequestError():
-            status, kind = 400, "invalid_request_error"
-        case ConfigError():
-            status, kind, code = 400, "invalid_request_error", "unsupported"
-        case QueueFullError():
-            status, kind, code = 429, "rate_limit_error", "queue_full"
-        case NonFiniteLogitsError():
-            status, kind, code = 500, "server_error", "non_finite_logits"
-        case EncoderDiedError():
-            status, kind, code = 503, "server_error", "encoder_dead"
-        case EngineDeadError():
-            status, kind, code = 503, "server_error", "engine_dead"
-        case DeadlineError():
-            status, kind, code = 504, "server_error", "timeout"
-        case _:
-            status, kind, code = 500, "server_error", "internal_error"
+    """Return the HTTP status and the body for an error. Other errors than raypp's own are named by their class."""
+    status, kind, code = next(answer for cls, answer in _ANSWERS.items() if isinstance(error, cls))
     param = error.param if isinstance(error, RequestError) else None
     message = str(error) if isinstance(error, RayppError) else f"internal error: {type(error).__name__}"
     return status, ErrorResponse(error=ErrorObject(message=message, type=kind, param=param, code=code))

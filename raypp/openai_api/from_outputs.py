@@ -165,10 +165,6 @@ def _by_name(token_id: int, at_position: Mapping[int, Logprob], num_top: int, na
     return by_name
 
 
-def _plain_parser() -> MessageParser:
-    return MessageParser(thoughts=None, calls=None)
-
-
 @dataclass(frozen=True)
 class ResponseHead:
     """What all chunks of a response have in common."""
@@ -211,51 +207,6 @@ def usage_of(outputs: Sequence[RequestOutput], num_reasoning: Callable[[Completi
     )
 
 
-def chat_completion(
-    head: ResponseHead,
-    output: RequestOutput,
-    params: SamplingParams,
-    make_parser: Callable[[], MessageParser] = _plain_parser,
-    num_reasoning: Callable[[CompletionOutput], int] | None = None,
-    *,
-    names: TokenNames = TEXTS_ALONE,
-    return_token_ids: bool = False,
-) -> ChatCompletion:
-    """Return a finished conversation's answers.
-
-    Args:
-        head: The response's name.
-        output: The engine's.
-        params: How it was sampled.
-        make_parser: Of a parser for each answer.
-        num_reasoning: As of `usage_of`.
-        names: How log-probabilities name tokens.
-        return_token_ids: Whether to hold the tokens.
-    """
-    parsed = [_parsed(completion, make_parser()) for completion in output.outputs]
-    return ChatCompletion(
-        id=head.id,
-        created=head.created,
-        model=head.model,
-        choices=[
-            ChatChoice(
-                index=completion.index,
-                message=message,
-                logprobs=None
-                if completion.logprobs is None
-                else chat_logprobs(completion.token_ids, completion.logprobs, params.logprobs or 0, names),
-                finish_reason=finish_reason,
-                stop_reason=completion.stop_reason,
-                token_ids=completion.token_ids if return_token_ids else None,
-            )
-            for completion, (message, finish_reason) in zip(output.outputs, parsed, strict=True)
-        ],
-        usage=usage_of([output], num_reasoning),
-        prompt_logprobs=None if output.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs),
-        prompt_token_ids=output.prompt_token_ids if return_token_ids else None,
-    )
-
-
 def _parsed(completion: CompletionOutput, parser: MessageParser) -> tuple[AssistantMessage, FinishReason | None]:
     """Return the message that an answer's text is, and why it ended."""
     delta = parser.feed(completion.text, is_last=True)
@@ -279,49 +230,14 @@ def reason_of(completion: CompletionOutput, parser: MessageParser) -> FinishReas
     return "function_call" if parser.as_function_call else "tool_calls"
 
 
-def completion(
-    head: ResponseHead,
-    outputs: Sequence[RequestOutput],
-    params: SamplingParams,
-    *,
-    names: TokenNames = TEXTS_ALONE,
-    echo: bool = False,
-    return_token_ids: bool = False,
-) -> Completion:
-    """Return finished prompts' continuations: the first prompt's, then the second's.
-
-    Args:
-        head: The response's name.
-        outputs: One per prompt.
-        params: How they were sampled.
-        names: How log-probabilities name tokens.
-        echo: Begin each text with its prompt. A prompt that came as token ids has no text.
-        return_token_ids: Whether to hold the tokens.
-    """
-    choices = [
-        CompletionChoice(
-            index=prompt_index * len(output.outputs) + continued.index,
-            text=(output.prompt or "") + continued.text if echo else continued.text,
-            logprobs=TextLogprobs(params, names, output, echo=echo).new_in(continued),
-            finish_reason=continued.finish_reason,
-            stop_reason=continued.stop_reason,
-            prompt_logprobs=None if output.prompt_logprobs is None or echo else prompt_logprobs(output.prompt_logprobs),
-            token_ids=continued.token_ids if return_token_ids else None,
-            prompt_token_ids=output.prompt_token_ids if return_token_ids else None,
-        )
-        for prompt_index, output in enumerate(outputs)
-        for continued in output.outputs
-    ]
-    return Completion(id=head.id, created=head.created, model=head.model, choices=choices, usage=usage_of(outputs))
-
-
 @dataclass(frozen=True)
 class PreparedChat:
     """A conversation to be answered."""
 
-    prompt: EncodedPrompt
+    prompts: Sequence[EncodedPrompt]
+    """One."""
     params: SamplingParams
-    make_parser: Callable[[], MessageParser]
+    make_parser: Callable[[], MessageParser] = lambda: MessageParser(thoughts=None, calls=None)
     """Of a parser for each answer."""
     num_reasoning: Callable[[CompletionOutput], int] = lambda _: 0
     """Returns how many of an answer's tokens are thoughts."""
@@ -330,11 +246,6 @@ class PreparedChat:
     return_token_ids: bool = False
     """Whether the response holds the tokens."""
 
-    @property
-    def prompts(self) -> list[EncodedPrompt]:
-        """The prompt, in a list."""
-        return [self.prompt]
-
     def shown(self, output: RequestOutput) -> RequestOutput:
         """Return what of the engine's output belongs into the response: all of it."""
         return output
@@ -342,14 +253,29 @@ class PreparedChat:
     def response(self, head: ResponseHead, outputs: Sequence[RequestOutput]) -> ChatCompletion:
         """Return the response of the finished output."""
         [output] = outputs
-        return chat_completion(
-            head,
-            output,
-            self.params,
-            self.make_parser,
-            self.num_reasoning,
-            names=self.names,
-            return_token_ids=self.return_token_ids,
+        parsed = [_parsed(completion, self.make_parser()) for completion in output.outputs]
+        return ChatCompletion(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=[
+                ChatChoice(
+                    index=completion.index,
+                    message=message,
+                    logprobs=None
+                    if completion.logprobs is None
+                    else chat_logprobs(
+                        completion.token_ids, completion.logprobs, self.params.logprobs or 0, self.names
+                    ),
+                    finish_reason=finish_reason,
+                    stop_reason=completion.stop_reason,
+                    token_ids=completion.token_ids if self.return_token_ids else None,
+                )
+                for completion, (message, finish_reason) in zip(output.outputs, parsed, strict=True)
+            ],
+            usage=self.usage(outputs),
+            prompt_logprobs=None if output.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs),
+            prompt_token_ids=output.prompt_token_ids if self.return_token_ids else None,
         )
 
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
@@ -364,7 +290,7 @@ class RetoldChat:
     chat: PreparedChat
 
     @property
-    def prompts(self) -> list[EncodedPrompt]:
+    def prompts(self) -> Sequence[EncodedPrompt]:
         """The prompt, in a list."""
         return self.chat.prompts
 
@@ -383,7 +309,7 @@ class PreparedCompletion:
     names: TokenNames = TEXTS_ALONE
     """How log-probabilities name tokens."""
     echo: bool = False
-    """Whether texts begin with their prompts."""
+    """Whether texts begin with their prompts. A prompt that came as token ids has no text."""
     is_scoring: bool = False
     """Whether the one token that the engine generates is left out."""
     return_token_ids: bool = False
@@ -407,11 +333,25 @@ class PreparedCompletion:
         return replace(output, outputs=outputs)
 
     def response(self, head: ResponseHead, outputs: Sequence[RequestOutput]) -> Completion:
-        """Return the response of the finished outputs, one per prompt."""
-        shown = [self.shown(output) for output in outputs]
-        return completion(
-            head, shown, self.params, names=self.names, echo=self.echo, return_token_ids=self.return_token_ids
-        )
+        """Return the response of the finished outputs, one per prompt: the first prompt's texts, then the second's."""
+        shown, echo = [self.shown(output) for output in outputs], self.echo
+        choices = [
+            CompletionChoice(
+                index=prompt_index * len(output.outputs) + one.index,
+                text=(output.prompt or "") + one.text if echo else one.text,
+                logprobs=TextLogprobs(self.params, self.names, output, echo=echo).new_in(one),
+                finish_reason=one.finish_reason,
+                stop_reason=one.stop_reason,
+                prompt_logprobs=None
+                if output.prompt_logprobs is None or echo
+                else prompt_logprobs(output.prompt_logprobs),
+                token_ids=one.token_ids if self.return_token_ids else None,
+                prompt_token_ids=output.prompt_token_ids if self.return_token_ids else None,
+            )
+            for prompt_index, output in enumerate(shown)
+            for one in output.outputs
+        ]
+        return Completion(id=head.id, created=head.created, model=head.model, choices=choices, usage=usage_of(shown))
 
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
         """Return how many tokens the continuations have so far."""

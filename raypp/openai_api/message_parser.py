@@ -71,7 +71,6 @@ class JsonCall:
             syntax: How it is written.
             opening: The mark and the white space in front of the object.
         """
-        self._syntax = syntax
         self.opening = opening
         self._object = JsonArguments(syntax.end, {})  # the whole call
         self._written = ""  # as JSON
@@ -193,6 +192,7 @@ class _Place(Enum):
 _RANDOM = random.SystemRandom()
 _NUM_ID_CHARS = 9
 """The chat templates of Mistral's models refuse a call whose id has more or fewer, or other than letters and digits."""
+_NO_CALLS = CallSyntax(begins=())
 _NO_SCHEMAS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 
@@ -222,17 +222,17 @@ class MessageParser:
             schemas: Of the functions' arguments, by name.
         """
         self.as_function_call = as_function_call
-        self._calls = calls
+        self._calls = calls = calls or _NO_CALLS
         self._must_call = must_call
         self._schemas = schemas
         begins, anywhere = thoughts.begins if thoughts else (), thoughts is not None and thoughts.is_anywhere
         self._thought_begins = MarkFinder(begins)
         self._thought_ends = MarkFinder(marks(*thoughts.ends) if thoughts else ())
-        dropped = (*(calls.dropped if calls else ()), *(thoughts.dropped if thoughts else ()))
-        self._call_begins = frozenset(calls.begins) if calls else frozenset()
-        self._in_content = MarkFinder((*(calls.begins if calls else ()), *(begins if anywhere else ()), *dropped))
+        dropped = (*calls.dropped, *(thoughts.dropped if thoughts else ()))
+        self._call_begins = frozenset(calls.begins)
+        self._in_content = MarkFinder((*calls.begins, *(begins if anywhere else ()), *dropped))
         self._begins = frozenset(begins)
-        behind_call = (*self._in_content.marks, *(marks(calls.end) if calls and calls.end else ()))
+        behind_call = (*self._in_content.marks, *(marks(calls.end) if calls.end else ()))
         self._behind_call = MarkFinder(behind_call)
         self._begun = begun
         self._rest = begun
@@ -320,11 +320,10 @@ class MessageParser:
 
     @property
     def _behind_thoughts(self) -> _Place:
-        return _Place.OPEN if self._calls is not None and self._calls.may_be_bare else _Place.CONTENT
+        return _Place.OPEN if self._calls.may_be_bare else _Place.CONTENT
 
     def _open(self, is_last: bool) -> bool:
         """Find out whether the brace of a call comes next."""
-        assert self._calls is not None
         skipped = f" \t\r\n{self._calls.between}" if self.num_calls else None
         text = self._rest.lstrip(skipped)
         if (is_call := may_be_call(text)) is None and not is_last:
@@ -366,13 +365,11 @@ class MessageParser:
         return True
 
     def _begin_json(self, opening: str, rest: str) -> None:
-        assert self._calls is not None
         self._opening, self._name, self._json = opening, None, JsonCall(self._calls, opening)
         self._enter(_Place.CALL_HEAD, rest)
 
     def _read_head(self, delta: MessageDelta, is_last: bool) -> bool:
         """Read the beginning of a call that is a JSON object."""
-        assert self._calls is not None
         assert self._json is not None
         if (head := read_head(self._rest)) is not None:
             name, num_chars = head
@@ -416,7 +413,6 @@ class MessageParser:
         self._arguments, self._argument_pieces = self._new_arguments(name), []
 
     def _new_arguments(self, name: str) -> ArgumentsReader:
-        assert self._calls is not None
         return self._calls.arguments(self._calls.end, self._schemas.get(name, {}))
 
     def _read_arguments(self, delta: MessageDelta) -> bool:
@@ -452,11 +448,10 @@ class MessageParser:
 
     @property
     def _behind_calls(self) -> _Place:
-        return _Place.OPEN if self._calls is not None and not self._calls.end else _Place.CONTENT
+        return _Place.CONTENT if self._calls.end else _Place.OPEN
 
     def _end_call(self, is_last: bool) -> bool:
         """Read what comes behind the arguments, up to the call's end; what should not be there is dropped."""
-        assert self._calls is not None
         if not self._calls.end:
             after = after_brace(self._rest) if self._name is None else self._rest
             if after is not None:

@@ -7,8 +7,8 @@ field is passed over: clients send back what servers gave them, with notes of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
@@ -361,18 +361,26 @@ _GUIDED = {
 
 
 @contextmanager
-def naming_form(param: str) -> Iterator[None]:
+def renaming(rename: Callable[[str | None], str | None]) -> Iterator[None]:
+    """Let errors name another field as the one at fault.
+
+    Args:
+        rename: Returns the field in the place of an error's `param`.
+    """
+    try:
+        yield
+    except RequestError as error:
+        error.param = rename(error.param)
+        raise
+
+
+def naming_form(param: str) -> AbstractContextManager[None]:
     """Let errors about the constraint of a text name the field of the body that asked for it.
 
     Args:
         param: `RequestFields.form_param`.
     """
-    try:
-        yield
-    except RequestError as error:
-        if error.param == "structured_outputs":
-            error.param = param
-        raise
+    return renaming(lambda named: param if named == "structured_outputs" else named)
 
 
 def make_sampling_params(given: dict[str, Any], max_model_len: int) -> SamplingParams:

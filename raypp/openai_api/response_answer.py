@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -179,16 +180,12 @@ class ResponseItems:
             own_names: `namespace` and `name` of the functions in namespaces, by what the model calls them.
         """
         self._own_names = own_names
-        self._items: list[dict[str, Any]] = []
+        self.items: list[dict[str, Any]] = []
+        """What has begun; all but the last one are complete."""
         self._pieces: list[str] = []  # of the last item's text or arguments
         self._logprobs: list[dict[str, Any]] = []  # of its tokens
         self._is_open = False
         self._is_whole = True  # whether the last item is no call, or one that has come as a whole
-
-    @property
-    def items(self) -> Sequence[dict[str, Any]]:
-        """What has begun; all but the last one are complete."""
-        return self._items
 
     def add(self, delta: MessageDelta, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
         """Add what is new, and yield the events that tell of it.
@@ -215,14 +212,14 @@ class ResponseItems:
             is_complete: Whether the model ended it. A call that lacks something is incomplete all the same.
             logprobs: Of the tokens behind the last text, which have none.
         """
-        if not self._items or (is_complete and self._items[-1]["type"] == "reasoning"):
+        if not self.items or (is_complete and self.items[-1]["type"] == "reasoning"):
             yield from self._end_item()
             yield from self._begin("message")
         self._logprobs += logprobs
         yield from self._end_item("completed" if is_complete else "incomplete")
 
     def _add_text(self, kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
-        if not self._is_open or self._items[-1]["type"] != kind:
+        if not self._is_open or self.items[-1]["type"] != kind:
             yield from self._end_item()
             yield from self._begin(kind)
         self._pieces.append(text)
@@ -248,9 +245,9 @@ class ResponseItems:
             item |= {"role": "assistant", "content": []}
         elif kind == "reasoning":
             item |= {"summary": [], "content": []}
-        self._items.append(item)
+        self.items.append(item)
         self._pieces, self._logprobs, self._is_open, self._is_whole = [], [], True, True
-        yield {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": dict(item)}
+        yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)}
         if kind in _PARTS:
             part = _part(kind, "", [])
             yield {**self._place("response.content_part.added"), "content_index": 0, "part": part}
@@ -259,7 +256,7 @@ class ResponseItems:
         if not self._is_open:
             return
         self._is_open = False
-        item, text = self._items[-1], "".join(self._pieces)
+        item, text = self.items[-1], "".join(self._pieces)
         kind, item["status"] = item["type"], status if self._is_whole else "incomplete"
         if kind == "function_call":
             item["arguments"] = text
@@ -271,10 +268,10 @@ class ResponseItems:
             event = {**self._place(f"response.{_PARTS[kind]}.done"), "content_index": 0, "text": text}
             yield {**event, "logprobs": self._logprobs} if kind == "message" else event
             yield {**self._place("response.content_part.done"), "content_index": 0, "part": part}
-        yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": item}
+        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
     def _place(self, kind: str) -> Event:
-        return {"type": kind, "item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
 
 def _part(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -302,10 +299,8 @@ class PreparedResponse(RetoldChat):
         [output] = outputs
         [completion] = output.outputs
         items = self.items()
-        delta = self.chat.make_parser().feed(completion.text, is_last=True)
-        for _ in items.add(delta, self.logprobs(completion)):
-            pass
-        for _ in items.end(is_complete=completion.finish_reason == "stop"):
+        new = items.add(self.chat.make_parser().feed(completion.text, is_last=True), self.logprobs(completion))
+        for _ in chain(new, items.end(is_complete=completion.finish_reason == "stop")):
             pass
         return self.ended(head, items, output)
 
@@ -341,7 +336,7 @@ class PreparedResponse(RetoldChat):
             status=status,
             completed_at=int(time.time()) if status == "completed" else None,
             incomplete_details=IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None,
-            output=list(items.items),
+            output=items.items,
             usage=self._usage(output),
         )
 
@@ -353,7 +348,7 @@ class PreparedResponse(RetoldChat):
             items: What there was before it, ended.
             fault: What went wrong.
         """
-        return self._object(head, status="failed", output=list(items.items), error=fault)
+        return self._object(head, status="failed", output=items.items, error=fault)
 
     def _object(self, head: ResponseHead, **fields: Any) -> ResponseObject:
         request = self.request

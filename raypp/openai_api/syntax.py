@@ -379,11 +379,6 @@ class MessageSyntax:
     template_switches: frozenset[str] = frozenset()
     """What of `enable_thinking` and `reasoning_effort` the chat template reads."""
 
-    @property
-    def has_thoughts(self) -> bool:
-        """Whether the model was taught to think."""
-        return self.thoughts is not None
-
     def shown_tokens(self, *, calls: bool) -> tuple[int, ...]:
         """Return the special tokens that have to be in the text to read it.
 
@@ -393,10 +388,6 @@ class MessageSyntax:
         read = (self.thoughts, self.calls if calls else None)
         literals = [text for syntax in read if syntax is not None for text in syntax.literals()]
         return tuple(token_id for text, token_id in self.special_tokens.items() if uses(literals, text))
-
-    def reads(self, name: str) -> bool:
-        """Return whether the chat template reads one of these values."""
-        return name in self.template_switches
 
 
 PLAIN_SYNTAX = MessageSyntax()

@@ -23,14 +23,31 @@ _NOTES = {"title", "description", "default", "examples", "deprecated", "$comment
 _MAX_DEPTH = 32  # of references to references
 
 
-def parameter_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+def parameter_types(schema: Any, root: Mapping[str, Any], depth: int = _MAX_DEPTH) -> frozenset[str]:
     """Return the types that a parameter may have, at least, in the words of JSON schemas.
 
     Args:
         schema: Of the parameter.
         root: Of all arguments: what references refer to.
+        depth: How many schemas within schemas are looked at.
     """
-    return _types(schema, root, _MAX_DEPTH)
+    if not isinstance(schema, Mapping) or not depth:
+        return ALL_TYPES if schema is not False else frozenset()
+    types, given = ALL_TYPES, schema.get("type")
+    if given is not None:
+        types &= {given} if isinstance(given, str) else frozenset(each for each in given if isinstance(each, str))
+    if "enum" in schema:
+        types &= {_type_of(value) for value in schema["enum"]}
+    if "const" in schema:
+        types &= {_type_of(schema["const"])}
+    for name in ("anyOf", "oneOf"):
+        if name in schema:
+            types &= frozenset().union(*(parameter_types(each, root, depth - 1) for each in schema[name]))
+    for each in schema.get("allOf", ()):
+        types &= parameter_types(each, root, depth - 1)
+    if "$ref" in schema:
+        types &= parameter_types(_referred(schema["$ref"], root), root, depth - 1)
+    return types
 
 
 def tells_texts(schema: Any, root: Mapping[str, Any]) -> bool:
@@ -50,27 +67,6 @@ def has_type(value: Any, types: Set[str]) -> bool:
     """Return whether a JSON value has one of the types."""
     kind = _type_of(value)
     return kind in types or (kind == "integer" and "number" in types)
-
-
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
-    """Return the types that a value may have, at least."""
-    if not isinstance(schema, Mapping) or not depth:
-        return ALL_TYPES if schema is not False else frozenset()
-    types, given = ALL_TYPES, schema.get("type")
-    if given is not None:
-        types &= {given} if isinstance(given, str) else frozenset(each for each in given if isinstance(each, str))
-    if "enum" in schema:
-        types &= {_type_of(value) for value in schema["enum"]}
-    if "const" in schema:
-        types &= {_type_of(schema["const"])}
-    for name in ("anyOf", "oneOf"):
-        if name in schema:
-            types &= frozenset().union(*(_types(each, root, depth - 1) for each in schema[name]))
-    for each in schema.get("allOf", ()):
-        types &= _types(each, root, depth - 1)
-    if "$ref" in schema:
-        types &= _types(_referred(schema["$ref"], root), root, depth - 1)
-    return types
 
 
 def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
@@ -228,7 +224,10 @@ def tool_use(
     if not tools:
         if choice not in (None, "none", "auto"):
             raise RequestError(
-                "tool_choice without tools", got=_plain(choice), expected="tools beside it", param="tool_choice"
+                "tool_choice without tools",
+                got=choice.function.name if isinstance(choice, NamedToolChoice) else choice,
+                expected="tools beside it",
+                param="tool_choice",
             )
         return None
     if choice == "none":
@@ -266,7 +265,3 @@ def function_use(
     except RequestError as error:
         error.param = "functions" if error.param == "tools" else "function_call"
         raise
-
-
-def _plain(choice: ToolChoice | None) -> object:
-    return choice.function.name if isinstance(choice, NamedToolChoice) else choice

@@ -342,7 +342,7 @@ class ImageThreads:
 def _step_aside() -> None:
     """Lower this thread's priority: on a busy machine steps go before images. Only Linux has such priorities."""
     if sys.platform == "linux":
-        # Below the process's own, wherever that is: to take a higher one is not allowed to everybody.
+        # Below the process's own, wherever that is: a higher one needs privileges.
         niceness = min(os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS, _MOST_NICENESS)
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
@@ -383,7 +383,7 @@ class PixelRoom:
 
     @contextmanager
     def hold(self, num_pixels: int) -> Iterator[None]:
-        """Wait until there is room, and hold it. Who holds some must not ask for more.
+        """Wait until there is room, and hold it. A thread that holds some must not ask for more.
 
         Raises:
             RequestError: there is never room for so many.

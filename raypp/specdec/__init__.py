@@ -1,1 +1,1 @@
-"""Speculative decoding on the last stage: who proposes drafts, and which of them the model accepts."""
+"""Speculative decoding on the last stage: how drafts are proposed, and which of them the model accepts."""

@@ -25,7 +25,7 @@ class EagleProposer:
     Args:
         head: With its weights.
         cache: The head's own.
-        block_tables: Of all rows, int32 [1, max_num_seqs, W]; somebody else keeps them current.
+        block_tables: Of all rows, int32 [1, max_num_seqs, W]; kept current elsewhere.
         num_drafts: K_max.
         max_len: The most tokens of a row, drafts included.
     """

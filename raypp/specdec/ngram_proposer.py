@@ -22,7 +22,7 @@ class NgramProposer:
     def __init__(
         self, tokens: torch.Tensor, *, window: int, min_n: int, max_n: int, num_drafts: int, max_rows: int
     ) -> None:
-        """Search a table that somebody else keeps current.
+        """Search a table that is kept current elsewhere.
 
         Args:
             tokens: int32 [num_rows, W], see `raypp.ops.row_tokens`.

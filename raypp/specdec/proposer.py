@@ -1,4 +1,4 @@
-"""The protocol of proposers of drafts: what they are told of a step, and what they return."""
+"""The protocol of proposers of drafts: what they get of a step, and what they return."""
 
 from __future__ import annotations
 

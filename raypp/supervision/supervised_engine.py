@@ -11,7 +11,7 @@ from typing import Any, Generic
 from raypp.config.engine_config import EngineConfig, check_change
 from raypp.errors import ConfigError, RayppError
 from raypp.plan.engine_plan import EnginePlan
-from raypp.supervision.supervisor import EngineWatcher, LifeT, Recovery, Supervisor
+from raypp.supervision.supervisor import LifeT, Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,8 @@ class SupervisedEngine(ABC, Generic[LifeT]):
         self._refusal: RayppError | None = None  # why it could not start under that
         self._restart_lock = threading.Lock()
         self._supervisor = Supervisor(first, self._start_next, plan.config.faults, obstacle=obstacle, on_end=on_end)
+        self.watch, self.report_death = self._supervisor.watch, self._supervisor.report_death
+        self.excuse_restarts, self.recoveries = self._supervisor.excuse_restarts, self._supervisor.recoveries
 
     @property
     def client_address(self) -> str:
@@ -59,22 +61,6 @@ class SupervisedEngine(ABC, Generic[LifeT]):
     def plan(self) -> dict[str, Any]:
         """Return layers, bytes and blocks per stage."""
         return self._plan.describe()
-
-    def watch(self, watcher: EngineWatcher) -> None:
-        """Notify a watcher, from another thread, from now on."""
-        self._supervisor.watch(watcher)
-
-    def report_death(self, error: RayppError, client_address: str) -> None:
-        """Take in that the engine at an address has died, from a client that found it out. From any thread."""
-        self._supervisor.report_death(error, client_address)
-
-    def excuse_restarts(self, count: int) -> None:
-        """Count the latest restarts no longer: what caused them will not come again."""
-        self._supervisor.excuse_restarts(count)
-
-    def recoveries(self) -> list[Recovery]:
-        """Return the engine's pauses, oldest first."""
-        return self._supervisor.recoveries()
 
     def restart(self, config: EngineConfig) -> None:
         """Start the engine again as configured, under its requests; see `raypp.api.launch.EngineHandle`."""

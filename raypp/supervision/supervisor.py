@@ -29,7 +29,7 @@ class StartTimes:
     Attributes:
         num_kept_stages: Stages that kept their process and their weights.
         weights_s: Until all stages had their weights. Seconds.
-        links_and_graphs_s: Until they were linked, had warmed up and recorded their graphs. Seconds.
+        links_and_graphs_s: Until they were linked, had warmed up and captured their graphs. Seconds.
     """
 
     num_kept_stages: int = 0

@@ -190,7 +190,7 @@ def _run_stage(
         )
     except RayppError:
         has_last_words = True
-        return  # it told the driver, or the driver told it: the links are aborted when the engine dies
+        return  # the driver knows: the links are aborted when the engine dies
     finally:
         channel.close(delivers=has_last_words)
 

@@ -89,7 +89,7 @@ async def _answer(
     request: Request,
     prefix: str,
     prepare: Callable[[Body], Awaitable[PreparedBody]],
-    make_writer: Callable[[ResponseHead, PreparedBody], ChunkWriter | TypedEventWriter],
+    make_writer: Callable[[ResponseHead, PreparedBody], ChunkWriter | TypedEventWriter[Any]],
 ) -> Response:
     """Return the answer to a request, whole or as a stream.
 

@@ -28,31 +28,31 @@ from raypp.testing import LocalEngine, build_local_pipeline
 from raypp.types import SamplingParams
 
 # (files, functions)
-MAX_EAGER = (30, 130)
-MAX_FULL_GRAPH = (24, 95)
-MAX_CHAT = (75, 640)
+MAX_EAGER = (25, 112)
+MAX_FULL_GRAPH = (21, 77)
+MAX_CHAT = (69, 650)  # on a slow machine some more functions run than on an idle one
 
 # Statements, docstrings aside. Aims: 26,300 in raypp, 2,100 in serve_app. A larger budget is a decision: say why.
 MAX_STATEMENTS = {
-    "raypp": 1_310,  # modules of no package; the request, which was the scheduler's, among them
+    "raypp": 1_280,  # modules of no package; the request, which was the scheduler's, among them
     "raypp/actors": 1_780,
-    "raypp/api": 2_350,
+    "raypp/api": 2_340,
     "raypp/batch_job": 860,
     "raypp/cli": 1_010,
-    "raypp/config": 570,
-    "raypp/driver": 1_070,
+    "raypp/config": 560,
+    "raypp/driver": 1_040,
     "raypp/encoder": 580,
     "raypp/grammar": 1_470,
     "raypp/graphs": 420,
     "raypp/models": 2_000,
-    "raypp/openai_api": 2_640,
+    "raypp/openai_api": 2_590,
     "raypp/ops": 4_370,
     "raypp/pictures": 690,
     "raypp/plan": 1_240,
     "raypp/scheduler": 1_570,
     "raypp/specdec": 230,
     "raypp/stage": 2_290,
-    "raypp/supervision": 260,
+    "raypp/supervision": 250,
     "raypp/testing": 370,
     "raypp/transport": 1_280,
     "serve_app": 2_100,

@@ -86,7 +86,6 @@ def test_results_heartbeats_and_errors_come_back(driver: DriverChannel, stages: 
     assert received.token_ids.flags.aligned
     assert isinstance(heartbeat, Heartbeat)
     assert (heartbeat.stage_index, heartbeat.step_id) == (1, 7)
-    assert abs(heartbeat.time_s - time.time()) < DEADLINE_S
     assert error == StageError(1, {"error": "it broke", "type": "ValueError"})
 
 

@@ -52,7 +52,7 @@ class Play:
             speaking = [name for name in self.running if self.rounds_here[name] > self.slow.get(name, 0)]
             for name in speaking:
                 self.tokens[name] += 1
-            if self.detector.has_suspects:
+            if self.detector.suspects:
                 self.detector.note_tokens(speaking)
             self.go_on()
 
@@ -97,7 +97,7 @@ def test_a_poison_request_is_found_after_three_runs_alone(
     assert play.num_deaths == (3 if num_requests == 1 else 4)
     assert play.most_counted <= 3, "the default limit of restarts holds"
     assert all(play.tokens.values()), "the others go on"
-    assert not play.detector.has_suspects
+    assert not play.detector.suspects
     assert play.num_excused == play.num_deaths - 1, "it counts as one death"
 
 
@@ -141,7 +141,7 @@ def test_deaths_that_tokens_lie_between_make_no_suspects() -> None:
     for _ in range(10):
         assert detector.note_death(["a", "b"], tokens, max_running=8) == NOTHING
         assert detector.begin(tokens) == ["a", "b"]
-        assert not detector.has_suspects
+        assert not detector.suspects
         tokens = {name: num_tokens + 1 for name, num_tokens in tokens.items()}
 
 
@@ -169,7 +169,7 @@ def test_suspects_run_one_by_one_after_the_tokens_of_those_that_were_in_a_step()
     detector.note_tokens(["a"])
     assert detector.next(tokens) == "d"
     detector.note_tokens(["d"])
-    assert not detector.has_suspects
+    assert not detector.suspects
 
 
 def test_no_suspect_waits_for_requests_that_have_ended() -> None:
@@ -181,7 +181,7 @@ def test_no_suspect_waits_for_requests_that_have_ended() -> None:
     assert detector.next(tokens) == "a"
     assert detector.next({"b": 9, "c": 0}) == "c", "a ran alone and has ended"
     assert detector.next({"b": 9}) is None
-    assert not detector.has_suspects
+    assert not detector.suspects
 
 
 def run_alone(detector: PoisonDetector, tokens: dict[str, int]) -> None:
@@ -254,7 +254,7 @@ def test_deaths_from_outside_find_no_request_also_when_three_come_close_together
     play.run(2000, at_once=8)
     assert not play.found
     assert all(play.tokens.values())
-    assert not play.detector.has_suspects
+    assert not play.detector.suspects
 
 
 @pytest.mark.parametrize("seed", range(8))

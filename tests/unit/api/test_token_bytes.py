@@ -11,7 +11,7 @@ from vocabularies import KINDS, SENTENCEPIECE, WORDS, make_tokenizer
 from raypp.api.request_text import Detokenizer, RequestText, TokenPlaces, prompt_places
 from raypp.api.running_request import LogprobLists, PreparedRequest, RunningRequest
 from raypp.api.tokenizer import Tokenizer
-from raypp.openai_api.from_outputs import ResponseHead, TokenNames, completion
+from raypp.openai_api.from_outputs import PreparedCompletion, ResponseHead, TokenNames
 from raypp.request import Request
 from raypp.types import FinishReason, Logprob, SamplingParams
 
@@ -145,7 +145,8 @@ def test_a_request_continues_its_prompt(tokenizers: dict[str, Tokenizer], kind: 
     output.prompt_logprobs = [None, *({token_id: Logprob(-1.0, 1, "")} for token_id in prompt[1:])]
     head = ResponseHead("cmpl-1", 1, "m")
     for echo in (False, True):
-        choice = completion(head, [output], params, names=TokenNames(tokenizer), echo=echo).choices[0]
+        prepared = PreparedCompletion([], params, TokenNames(tokenizer), echo=echo)
+        choice = prepared.response(head, [output]).choices[0]
         told = choice.logprobs
         assert told is not None
         assert choice.text == "The capital of France" * echo + " is \U0001f336 Paris"

@@ -16,20 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypp.batch_job import input_file, line
-from raypp.batch_job.input_file import IdIndex, IdIndexBuilder, bad_lines, scan_input, stream_lines
+from raypp.batch_job.input_file import IdIndex, bad_lines, digest_of, scan_input, stream_lines
 from raypp.batch_job.output_file import Manifest, OutputFile
 from raypp.errors import ConfigError, ResourceError
 
 
 @given(st.lists(st.one_of(st.none(), st.text(max_size=3)), max_size=30))
 def test_index_finds_what_a_dict_finds(ids: list[str | None]) -> None:
-    builder = IdIndexBuilder()
     first_lines: dict[str, int] = {}
     for number, custom_id in enumerate(ids):
-        builder.add(custom_id)
         if custom_id is not None:
             first_lines.setdefault(custom_id, number)
-    index = builder.build()
+    index = index_of(*ids)
     assert index.is_duplicate.tolist() == [i is not None and first_lines[i] != n for n, i in enumerate(ids)]
     assert index.find([*first_lines, "never there"]).tolist() == [*first_lines.values(), -1]
 
@@ -126,10 +124,7 @@ def test_an_input_that_changes_while_it_is_read(tmp_path: Path) -> None:
 
 
 def index_of(*ids: str | None) -> IdIndex:
-    builder = IdIndexBuilder()
-    for custom_id in ids:
-        builder.add(custom_id)
-    return builder.build()
+    return IdIndex(b"".join(map(digest_of, ids)))
 
 
 def repaired(output: OutputFile, *ids: str | None) -> list[bool]:

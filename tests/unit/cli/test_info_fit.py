@@ -32,7 +32,7 @@ def test_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].endswith("qwen3-8b (Qwen3ForCausalLM, bfloat16), 2 stages on 2 GPUs of 22.35 GiB")
     assert lines[2] == "It fits. KV cache: 133,536 tokens: 16 requests of 8,192 tokens."
     header = lines.index("memory per stage, GiB") + 1
-    columns = "stage layers GPU may use weights a step recordings libraries KV cache left"
+    columns = "stage layers GPU may use weights a step graphs libraries KV cache left"
     assert " ".join(lines[header].split()) == columns
     assert lines[header + 1].split()[:5] == ["0", "0-18", "22.35", "20.12", "7.99"]
     assert ["8,192", "16", "KV", "cache"] in [line.split() for line in lines]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from raypp.driver.engine_loop import Engine
+from raypp.driver.grammars import Grammars
+from raypp.grammar.vocabulary import VocabularySource
 from raypp.messages import StepPlan, StepResult
 from raypp.request import Request
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.scheduler import Scheduler
+from raypp.testing.local_engine import InlineGrammars
 from raypp.tracing import Tracer
 from raypp.types import FinishReason, SamplingParams
 
@@ -51,7 +56,8 @@ def _engine(num_stages: int) -> tuple[Engine, PretendedPipeline]:
         min_prefill_chunk_tokens=16,
     )
     pipeline = PretendedPipeline()
-    return Engine(Scheduler(limits), pipeline, Tracer("driver", enabled=False)), pipeline
+    grammars = Grammars(InlineGrammars(VocabularySource("", 0, ())), math.inf, lambda _: None)
+    return Engine(Scheduler(limits), pipeline, Tracer("driver", enabled=False), None, grammars), pipeline
 
 
 def _request(name: str, max_tokens: int = 4) -> Request:

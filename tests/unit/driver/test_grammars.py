@@ -194,7 +194,7 @@ def test_what_is_refused_is_forgotten() -> None:
     news = driver.grammars.poll()
     assert [request for request, _ in news.refused] == [first, second]
     assert not news.failed
-    assert driver.grammars.num_texts == driver.grammars.num_held_back == 0
+    assert len(driver.grammars.texts) == driver.grammars.num_held_back == 0
     driver = Driver()
     running, other = driver.started("c", "d")
     driver.made()
@@ -203,7 +203,7 @@ def test_what_is_refused_is_forgotten() -> None:
     [(failed, error)] = driver.made().failed
     assert failed is running
     assert "left its grammar" in error.message
-    assert driver.grammars.num_texts == 1
+    assert len(driver.grammars.texts) == 1
     assert driver.sent[-1].rows.tolist() == [1]
 
 
@@ -214,7 +214,7 @@ def test_masks_of_a_request_that_has_ended_go_nowhere() -> None:
     driver.grammars.note_step(0, [RequestUpdate(second, [97], FinishReason.STOP, draft_ids=[])])
     driver.made()
     assert not driver.sent
-    assert driver.grammars.num_texts == 0
+    assert len(driver.grammars.texts) == 0
 
 
 def test_a_constraint_that_was_thrown_out_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_a_constraint_that_takes_too_long_is_given_up_and_refused(monkeypatch: p
     assert len(driver.backend.sent(CompileJob)) == MAX_COMPILERS + 1, "the next one is compiled in its place"
     driver.backend.do(*driver.backend.sent(CompileJob))
     assert set(driver.grammars.poll().admitted) == set(queued), "what comes too late is nobody's any more"
-    assert driver.grammars.num_texts == MAX_COMPILERS
+    assert len(driver.grammars.texts) == MAX_COMPILERS
 
 
 def test_the_text_whose_mask_takes_too_long_is_refused_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def test_a_request_for_which_there_is_no_room_is_told_the_limit_and_may_come_lat
     first, second, third = (_request(name) for name in "abc")
     requests.admit(first)
     requests.admit(second)
-    assert requests.num_bytes == limit
+    assert requests.memory.num_bytes == limit
     with pytest.raises(QueueFullError, match=f"max_waiting_bytes = {limit}") as caught:
         requests.admit(third)
     assert str(limit) in str(caught.value.got)
@@ -57,7 +57,7 @@ def test_pixels_are_counted_once_per_picture_and_limited():
     same = [_request(f"r{i}", items=_picture(1)) for i in range(3)]
     for request in same:
         requests.admit(request)
-    assert requests.num_pixel_bytes == PICTURE_BYTES
+    assert requests.memory.num_pixel_bytes == PICTURE_BYTES
     assert len({id(item.patches) for request in same for item in request.items.items}) == 1
     requests.admit(_request("other", items=_picture(2)))
     with pytest.raises(QueueFullError, match=f"max_waiting_pixel_bytes = {2 * PICTURE_BYTES}"):
@@ -68,7 +68,7 @@ def test_pixels_are_counted_once_per_picture_and_limited():
     assert requests.find(b"c", "too much") is None
     for request in same:
         requests.remove(request)
-    assert requests.num_pixel_bytes == PICTURE_BYTES
+    assert requests.memory.num_pixel_bytes == PICTURE_BYTES
     requests.admit(_request("too much", items=_picture(3)))
 
 
@@ -78,16 +78,16 @@ def test_a_request_that_was_begun_elsewhere_is_counted_and_not_refused_because_o
     for name in "ab":
         requests.admit(_request(name))
     requests.admit(begun := _request("begun", items=_picture(1), begun=[5]))
-    assert requests.num_bytes == 3 * (REQUEST_BYTES + 32)
+    assert requests.memory.num_bytes == 3 * (REQUEST_BYTES + 32)
     requests.admit(_request("also begun", items=_picture(2), begun=[5]))
-    assert requests.num_pixel_bytes == 2 * PICTURE_BYTES
+    assert requests.memory.num_pixel_bytes == 2 * PICTURE_BYTES
     with pytest.raises(QueueFullError):
         requests.admit(_request("c"))
     with pytest.raises(RequestError, match="max_waiting_bytes"):
         requests.admit(_request("long", num_tokens=limit // 4, begun=[5]))
     requests.remove(begun)
-    assert requests.num_bytes == 3 * (REQUEST_BYTES + 32)
-    assert requests.num_pixel_bytes == PICTURE_BYTES
+    assert requests.memory.num_bytes == 3 * (REQUEST_BYTES + 32)
+    assert requests.memory.num_pixel_bytes == PICTURE_BYTES
 
 
 def test_a_small_picture_does_not_keep_the_message_that_brought_it():
@@ -101,15 +101,14 @@ def test_a_small_picture_does_not_keep_the_message_that_brought_it():
 
 def test_the_requests_of_a_client_that_leaves_count_until_they_are_removed():
     requests = OpenRequests(max_bytes=1 << 20, max_pixel_bytes=1)
-    requests.open_client(b"c")
+    requests.of_client.setdefault(b"c", {})
     ours, theirs = _request("a"), _request("a", client=b"d")
     requests.admit(ours)
     requests.admit(theirs)
     with pytest.raises(RequestError, match="id is unfinished"):
         requests.admit(_request("a"))
-    assert requests.close_client(b"c") == [ours]
-    assert b"c" not in requests
-    assert requests.num_bytes == 2 * (REQUEST_BYTES + 32)
+    assert [*requests.of_client.pop(b"c").values()] == [ours]
+    assert requests.memory.num_bytes == 2 * (REQUEST_BYTES + 32)
     requests.remove(ours)
     assert requests.find(b"d", "a") is theirs
-    assert list(requests.clients) == [b"d"]
+    assert list(requests.of_client) == [b"d"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import threading
 import time
@@ -30,15 +31,19 @@ from raypp.client_messages import (
     encode_client_message,
 )
 from raypp.driver.engine_loop import ChannelPipeline, Engine
+from raypp.driver.grammars import Grammars
 from raypp.driver.server import DriverServer, OpenRequests, open_client_socket
 from raypp.driver.stage_health import FailureReports, StageHealth, Witness
 from raypp.errors import QueueFullError, StageDiedError
+from raypp.grammar.vocabulary import VocabularySource
 from raypp.messages import NO_STEP, OutputBatch, StepPlan, StepResult, pack, unpack
 from raypp.request import Request
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.scheduler import Scheduler
+from raypp.scheduler.step_budget import RooflineCost, StageTimes, StepPredictor
 from raypp.stage.failure import describe_failure
 from raypp.step_channel import DriverChannel, StageChannel, Stop
+from raypp.testing.local_engine import InlineGrammars
 from raypp.tracing import Tracer
 from raypp.types import FinishReason, SamplingParams
 
@@ -112,8 +117,11 @@ class Rig:
         self.scheduler = Scheduler(limits)
         health = StageHealth(NUM_STAGES, step_timeout_s=step_timeout_s, silence_timeout_s=silence_timeout_s)
         failures = FailureReports()
-        pipeline = ChannelPipeline(channel, health, failures)
-        engine = Engine(self.scheduler, pipeline, Tracer("driver", enabled=False))
+        times = StageTimes(0.01, 0.01, 1.0, 0.001, 0.01, 1e-5, 1e-6)
+        predictor = StepPredictor(RooflineCost(100.0), [times] * NUM_STAGES)
+        pipeline = ChannelPipeline(channel, health, failures, predictor)
+        grammars = Grammars(InlineGrammars(VocabularySource("", 0, ())), math.inf, pipeline.send_masks)
+        engine = Engine(self.scheduler, pipeline, Tracer("driver", enabled=False), None, grammars)
         self.connected = threading.Event()
         self.server = DriverServer(
             engine,

@@ -12,6 +12,12 @@ from raypp.messages import NO_STEP, StageReport, StepPlan, Unrecorded, pack, unp
 from raypp.scheduler.step_budget import RooflineCost, StageTimes, StepPredictor, StepWork
 from raypp.tracing import FORWARD, ForwardCounter, Tracer, now_ns
 
+ESTIMATE = StageTimes(0.01, 0.01, 1.0, 0.001, 0.01, 1e-5, 1e-6)
+
+
+def _activity(num_stages: int) -> StageActivity:
+    return StageActivity(StepPredictor(RooflineCost(100.0), [ESTIMATE] * num_stages))
+
 
 def _plan(step_id: int, cohort: int = 0, tokens: tuple[int, ...] = (1, 1)) -> StepPlan:
     values = dict.fromkeys(StepPlan.__dataclass_fields__, np.empty(0, np.int32))
@@ -67,15 +73,15 @@ def test_forwards_that_nobody_fetches_do_not_pile_up() -> None:
 
 
 def test_spans_are_those_after_a_time_and_know_their_step() -> None:
-    activity = StageActivity(2)
+    activity = _activity(2)
     activity.note_dispatched(_plan(0, cohort=0, tokens=(1, 1)))
     activity.note_dispatched(_plan(1, cohort=1, tokens=(1, 30)))
     activity.note_report(0, _report([0, 1], [100, 200], num_steps=2, busy_ns=20_000))
     activity.note_report(1, _report([0], [150], num_steps=1, busy_ns=10_000))
-    assert sorted(activity.spans_after(0)) == [
-        [0, 0, 90, 100, 0, 2, 2, 1, [2, 2, 16, 0, 0, 0, 2], 0],
-        [0, 1, 190, 200, 1, 2, 31, 2, [1, 1, 8, 30, 37, 30 * 7 + 465, 2], 0],
-        [1, 0, 140, 150, 0, 2, 2, 0, [2, 2, 16, 0, 0, 0, 2], 0],
+    assert sorted(span[:9] for span in activity.spans_after(0)) == [
+        [0, 0, 90, 100, 0, 2, 2, 1, [2, 2, 16, 0, 0, 0, 2]],
+        [0, 1, 190, 200, 1, 2, 31, 2, [1, 1, 8, 30, 37, 30 * 7 + 465, 2]],
+        [1, 0, 140, 150, 0, 2, 2, 0, [2, 2, 16, 0, 0, 0, 2]],
     ]
     assert [span[:4] for span in activity.spans_after(150)] == [[0, 1, 190, 200]]
     activity.note_graphs([{"full": {"num_graphs": 3}}, {}])
@@ -87,7 +93,7 @@ def test_spans_are_those_after_a_time_and_know_their_step() -> None:
 
 
 def test_only_the_last_steps_are_kept() -> None:
-    activity = StageActivity(1)
+    activity = _activity(1)
     for step_id in range(10_000):
         activity.note_dispatched(_plan(step_id))
         activity.note_collected()
@@ -96,7 +102,7 @@ def test_only_the_last_steps_are_kept() -> None:
 
 
 def test_active_time_grows_only_while_steps_are_in_flight() -> None:
-    activity = StageActivity(1)
+    activity = _activity(1)
     assert activity.active_s == 0.0
     activity.note_dispatched(_plan(0))
     before = activity.active_s
@@ -109,9 +115,8 @@ def test_active_time_grows_only_while_steps_are_in_flight() -> None:
 
 
 def test_reports_teach_the_predictor_and_spans_say_what_was_expected_before() -> None:
-    estimate = StageTimes(0.01, 0.01, 1.0, 0.001, 0.01, 1e-5, 1e-6)
-    predictor = StepPredictor(RooflineCost(100.0), [estimate])
-    activity = StageActivity(1, predictor)
+    predictor = StepPredictor(RooflineCost(100.0), [ESTIMATE])
+    activity = StageActivity(predictor)
     for step_id in range(3):
         activity.note_dispatched(_plan(step_id, tokens=(1, 30)))
     before = predictor.ms(work_of_step(0))
@@ -125,7 +130,7 @@ def test_reports_teach_the_predictor_and_spans_say_what_was_expected_before() ->
 
 
 def work_of_step(step_id: int) -> StepWork:
-    other = StageActivity(1)
+    other = _activity(1)
     other.note_dispatched(_plan(step_id, tokens=(1, 30)))
     other.note_report(0, _report([step_id], [100]))
     return StepWork(*other.spans_after(0)[0][8])

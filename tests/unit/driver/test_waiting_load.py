@@ -82,7 +82,7 @@ def test_thousands_of_aborts_in_a_message_do_not_hold_up_a_step():
         while left[-1]:
             driver.turn()
             left.append(driver.num_waiting)
-        assert driver.requests.num_bytes == 2 * (4096 + 32)
+        assert driver.requests.memory.num_bytes == 2 * (4096 + 32)
     assert max(-np.diff(left)) <= MOST_PER_TURN
 
 
@@ -97,7 +97,7 @@ def test_the_requests_of_a_client_that_leaves_are_aborted_a_few_at_a_time():
         while driver.num_unfinished:
             driver.turn()
             left.append(driver.num_waiting)
-        assert driver.requests.num_bytes == 0
+        assert driver.requests.memory.num_bytes == 0
     assert max(-np.diff(left)) <= MOST_PER_TURN
 
 

@@ -99,7 +99,7 @@ def form_of(prepared: PreparedChat) -> dict[str, Any]:
 
 def test_a_form_comes_behind_the_thought_that_the_prompt_has_begun(thinker: Tokenizer) -> None:
     prepared = prepare(thinker, response_format={"type": "json_object"})
-    assert (prepared.prompt.text or "").endswith("<think>\n")
+    assert (prepared.prompts[0].text or "").endswith("<think>\n")
     thought, answer = form_of(prepared)["elements"]
     end = {"type": "token", "token": thinker.token_id("</think>")}
     assert thought["elements"][0] == {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end}
@@ -115,11 +115,11 @@ def test_a_thought_that_is_begun_is_one_whatever_was_asked_for(thinker: Tokenize
 
 
 def test_no_effort_is_no_thoughts(tiny: Tokenizer, thinker: Tokenizer) -> None:
-    silent = prepare(tiny, chat_template_kwargs={"enable_thinking": False}).prompt.text
-    assert prepare(tiny, reasoning_effort="none").prompt.text == silent
-    assert prepare(tiny, reasoning_effort="high").prompt.text == prepare(tiny).prompt.text != silent
+    silent = prepare(tiny, chat_template_kwargs={"enable_thinking": False}).prompts[0].text
+    assert prepare(tiny, reasoning_effort="none").prompts[0].text == silent
+    assert prepare(tiny, reasoning_effort="high").prompts[0].text == prepare(tiny).prompts[0].text != silent
     loud = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
-    assert prepare(tiny, **loud).prompt.text != silent
+    assert prepare(tiny, **loud).prompts[0].text != silent
     form = prepare(tiny, reasoning_effort="none", response_format={"type": "json_object"}).params.structured_outputs
     assert form is not None
     assert "json_schema" in form
@@ -132,8 +132,8 @@ def test_no_effort_is_no_thoughts(tiny: Tokenizer, thinker: Tokenizer) -> None:
 def test_effort_reaches_templates_that_read_it(tmp_path: Path) -> None:
     begin = "{%- if add_generation_prompt -%}"
     tokenizer = with_template(tmp_path, (begin, begin + "{{- 'effort: ' ~ reasoning_effort | default('medium') -}}"))
-    assert "effort: low" in (prepare(tokenizer, reasoning_effort="low").prompt.text or "")
-    assert "effort: medium" in (prepare(tokenizer).prompt.text or "")
+    assert "effort: low" in (prepare(tokenizer, reasoning_effort="low").prompts[0].text or "")
+    assert "effort: medium" in (prepare(tokenizer).prompts[0].text or "")
 
 
 def test_requests_bring_no_template_and_no_arguments_of_the_rendering(tiny: Tokenizer) -> None:
@@ -277,8 +277,8 @@ def test_scoring_is_an_echo_without_a_continuation(tiny: Tokenizer) -> None:
 
 def test_a_conversation_may_end_inside_of_its_last_message(tiny: Tokenizer) -> None:
     said = {"messages": [*HELLO, {"role": "assistant", "content": "I am"}]}
-    bare = prepare(tiny, **said, add_generation_prompt=False).prompt.text or ""
-    continued = prepare(tiny, **said, add_generation_prompt=False, continue_final_message=True).prompt.text or ""
+    bare = prepare(tiny, **said, add_generation_prompt=False).prompts[0].text or ""
+    continued = prepare(tiny, **said, add_generation_prompt=False, continue_final_message=True).prompts[0].text or ""
     assert bare.startswith(continued)
     assert continued.endswith("I am")
     with pytest.raises(RequestError, match="add_generation_prompt=false") as caught:
@@ -349,8 +349,10 @@ def test_prompts_are_cut_to_their_ends(framed: Tokenizer) -> None:
     assert ids(prompt=text, truncate_prompt_tokens=-1) == [first, *inner[-97:], last]
     assert ids(prompt="a", truncate_prompt_tokens=50) == ids(prompt="a")
     long_talk = {"messages": [{"role": "user", "content": text}], "truncate_prompt_tokens": 40}
-    chat = prepare(framed, max_model_len=100, **long_talk).prompt.token_ids.tolist()
-    assert chat == prepare(framed, max_model_len=10**6, messages=long_talk["messages"]).prompt.token_ids.tolist()[-40:]
+    chat = prepare(framed, max_model_len=100, **long_talk).prompts[0].token_ids.tolist()
+    assert (
+        chat == prepare(framed, max_model_len=10**6, messages=long_talk["messages"]).prompts[0].token_ids.tolist()[-40:]
+    )
     echoed = complete(framed, max_model_len=100, prompt=text, truncate_prompt_tokens=20, echo=True).prompts[0].text
     assert echoed
     assert text.endswith(echoed)
@@ -365,8 +367,8 @@ def test_cuts_that_cannot_be_are_refused(tiny: Tokenizer, count: int) -> None:
 
 def test_a_salt_goes_with_every_prompt(tiny: Tokenizer) -> None:
     assert [prompt.cache_salt for prompt in complete(tiny, prompt=["a", "b"], cache_salt="me").prompts] == ["me", "me"]
-    assert prepare(tiny, cache_salt="me").prompt.cache_salt == "me"
-    assert prepare(tiny).prompt.cache_salt == ""
+    assert prepare(tiny, cache_salt="me").prompts[0].cache_salt == "me"
+    assert prepare(tiny).prompts[0].cache_salt == ""
     with pytest.raises(RequestError, match="cache_salt"):
         prepare(tiny, cache_salt="")
 

@@ -75,8 +75,8 @@ def test_values_that_change_nothing_are_no_parameters() -> None:
     [
         ("a", ["a"]),
         (["a", "b"], ["a", "b"]),
-        ([1, 2], [{"prompt_token_ids": [1, 2]}]),
-        ([[1, 2], [3]], [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
     ],
 )
 def test_the_four_forms_of_a_prompt(prompt: Any, prompts: list[Any]) -> None:

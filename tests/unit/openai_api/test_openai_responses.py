@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypp.openai_api.from_outputs import ResponseHead, TokenNames, chat_completion, completion
+from raypp.openai_api.from_outputs import PreparedChat, PreparedCompletion, ResponseHead, TokenNames
 from raypp.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
 
 HEAD = ResponseHead("id-1", 17, "tiny")
@@ -38,7 +38,7 @@ def output(prompt: str | None, *texts: str) -> RequestOutput:
 
 
 def test_chat() -> None:
-    assert chat_completion(HEAD, output("p", "a"), SamplingParams()).model_dump(exclude_none=True) == {
+    assert PreparedChat([], SamplingParams()).response(HEAD, [output("p", "a")]).model_dump(exclude_none=True) == {
         "id": "id-1",
         "object": "chat.completion",
         "created": 17,
@@ -56,17 +56,20 @@ def test_chat() -> None:
             "completion_tokens": 2,
             "total_tokens": 5,
             "prompt_tokens_details": {"cached_tokens": 2},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
 
 
 def test_a_message_without_calls_has_no_null_in_their_place() -> None:
-    message = chat_completion(HEAD, output("p", "a"), SamplingParams()).model_dump()["choices"][0]["message"]
+    response = PreparedChat([], SamplingParams()).response(HEAD, [output("p", "a")])
+    message = response.model_dump()["choices"][0]["message"]
     assert message.keys() == {"role", "content", "refusal", "annotations", "reasoning_content", "reasoning"}
 
 
 def test_choices_of_several_prompts_are_numbered_through() -> None:
-    response = completion(HEAD, [output("p", "a", "b"), output(None, "c", "d")], SamplingParams(), echo=True)
+    prepared = PreparedCompletion([], SamplingParams(), echo=True)
+    response = prepared.response(HEAD, [output("p", "a", "b"), output(None, "c", "d")])
     assert [(choice.index, choice.text) for choice in response.choices] == [(0, "pa"), (1, "pb"), (2, "c"), (3, "d")]
     assert response.usage is not None
     assert response.usage.total_tokens == 2 * 3 + 4 * 2
@@ -84,7 +87,8 @@ def with_logprobs() -> RequestOutput:
 
 
 def test_logprobs_of_a_message() -> None:
-    (choice,) = chat_completion(HEAD, with_logprobs(), SamplingParams(logprobs=2), names=NAMES).choices
+    prepared = PreparedChat([], SamplingParams(logprobs=2), names=NAMES)
+    (choice,) = prepared.response(HEAD, [with_logprobs()]).choices
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
     first, second = choice.logprobs.content
@@ -94,7 +98,8 @@ def test_logprobs_of_a_message() -> None:
 
 
 def test_logprobs_of_a_text() -> None:
-    (choice,) = completion(HEAD, [with_logprobs()], SamplingParams(logprobs=1), names=NAMES).choices
+    prepared = PreparedCompletion([], SamplingParams(logprobs=1), NAMES)
+    (choice,) = prepared.response(HEAD, [with_logprobs()]).choices
     assert choice.logprobs is not None
     assert choice.logprobs.model_dump() == {
         "tokens": ["c", "d"],
@@ -107,7 +112,8 @@ def test_logprobs_of_a_text() -> None:
 
 
 def test_logprobs_of_an_echoed_text_begin_with_the_prompt() -> None:
-    (choice,) = completion(HEAD, [with_logprobs()], SamplingParams(logprobs=0), names=NAMES, echo=True).choices
+    prepared = PreparedCompletion([], SamplingParams(logprobs=0), NAMES, echo=True)
+    (choice,) = prepared.response(HEAD, [with_logprobs()]).choices
     assert choice.text == "abcd"
     assert choice.logprobs is not None
     assert choice.logprobs.model_dump() == {

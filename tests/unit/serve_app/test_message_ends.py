@@ -126,12 +126,12 @@ def prepared_chat(name: str, **fields: Any) -> PreparedChat:
     syntax, begun = SYNTAXES[name], "<|start|>assistant" if name == "gpt_oss" else ""
     make_parser = partial(request.parser, syntax, begun=begun)
     prompt = EncodedPrompt(np.array([1], np.int32), make_stop_scope=make_parser)
-    return PreparedChat(prompt, request.sampling_params(100_000, syntax, begun=begun), make_parser)
+    return PreparedChat([prompt], request.sampling_params(100_000, syntax, begun=begun), make_parser)
 
 
 def outputs_of(prepared: PreparedChat, text: str, sizes: list[int], reason: FinishReason) -> Iterator[RequestOutput]:
     """Yield what the engine has so far of a text that comes in pieces of so many bytes."""
-    scope = prepared.prompt.make_stop_scope
+    scope = prepared.prompts[0].make_stop_scope
     completion = RunningCompletion(0, "r", 0, prepared.params, ByteDecoder(), NO_INT32S, scope, streams=True)
     token_ids, start = list(text.encode()), 0
     for size in [*sizes, len(token_ids)]:

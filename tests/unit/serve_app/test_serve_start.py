@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,8 +29,6 @@ class FakeStop:
 
     received = None
 
-    def wake(self) -> None: ...
-
 
 @pytest.fixture(autouse=True)
 def own_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,11 +37,11 @@ def own_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "HTTP_PROXY_TIMEOUT", constants.HTTP_PROXY_TIMEOUT)
 
 
-def started(start_serve: Callable[[], None]) -> run._Starting:
-    starting = run._Starting(EngineConfig.from_flat("tiny"), HttpSettings(), HttpAddress(), FakeStop(), start_serve)
-    starting.thread.join(30.0)
-    assert starting.is_done
-    return starting
+def check_start(start_serve: Callable[[], None]) -> None:
+    start = partial(run._start, EngineConfig.from_flat("tiny"), HttpSettings(), HttpAddress(), FakeStop(), start_serve)
+    starting = run._begun("start", start)
+    assert starting.exception(30.0) is not None
+    run._check_started(starting, "raypp")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,7 @@ def test_a_serve_that_does_not_start_is_one_error_with_its_cause(
         raise error
 
     with pytest.raises(EngineDeadError, match="Ray Serve could not deploy the application") as raised:
-        started(fail).check()
+        check_start(fail)
     assert got in str(raised.value.got)
     assert "logs" in str(raised.value.hint)
     assert "start_timeout_s" in str(raised.value.hint)
@@ -76,7 +75,7 @@ def test_other_errors_stay_what_they_are(error: Exception) -> None:
         raise error
 
     with pytest.raises(type(error)) as raised:
-        started(fail).check()
+        check_start(fail)
     assert raised.value is error
 
 
