@@ -46,7 +46,7 @@ MAX_STATEMENTS = {
     "raypp/graphs": 420,
     "raypp/models": 2_000,
     "raypp/openai_api": 2_640,
-    "raypp/ops": 4_370,
+    "raypp/ops": 4_390,  # cuts that fit GPUs with 99 KiB of shared memory, too
     "raypp/pictures": 690,
     "raypp/plan": 1_240,
     "raypp/scheduler": 1_570,
