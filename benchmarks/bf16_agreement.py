@@ -10,8 +10,8 @@ position. Errors are differences to float32. As a control transformers in bf16 r
 attention ("eager" instead of "sdpa").
 
 `tiny` is a trained model, and so is every other that is no folder of benchmarks/models, such as a folder that
-`tools/train_tiny.py --shape` wrote. It reads Python, raypp's own sources, and then what it wrote itself: of that it is
-nearly always sure, so that all positions count, not the clear ones alone.
+`tools/training/train_tiny.py --shape` wrote. It reads Python, raypp's own sources, and then what it wrote itself: of
+that it is nearly always sure, so that all positions count, not the clear ones alone.
 
 NAME or NAME:LAYERS is a shape of benchmarks/models with random weights, and it reads random tokens: where nothing was
 learnt many tokens are about equally likely, and which one wins is rounding. So the rows of the LM head differ in

@@ -5,7 +5,7 @@
 All requests come at once, with random prompts of exactly `--input-len` tokens, EOS ignored, prefix caching off. Ways of
 sampling (`--sampling`) take turns.
 ITL = (time for `--output-len` tokens - time for 1) / (output-len - 1); the median of `--runs`. With `--trace`, what
-device and host take per decode step and stage. `decode_table.py` runs many engines and compares. The last line is JSON.
+device and host take per decode step and stage. The last line is JSON.
 """
 
 from __future__ import annotations

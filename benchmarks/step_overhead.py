@@ -2,15 +2,12 @@
 
     python benchmarks/step_overhead.py --num-stages 2
     python benchmarks/step_overhead.py --model qwen3-8b --requests 1 64
-    python benchmarks/step_overhead.py --model qwen3-8b --requests 64 --calls        where the time of the hosts goes
 
 Per token, of one request: the time between two results at the driver, less the forwards of all stages in the same step.
 What is left is planning, messages, links, sampling and the input batch. The host's work per step is to read the plan,
 to queue what is recorded and to hand the result on: at most 150 us on the last stage, 80 us on the others, is the aim.
 On a CPU the host computes, too, and waits for the stage before, so that there it would say nothing. Medians over the
-last steps of a trace, which `--trace` keeps. `--calls` says which calls of the host take how long, and how much of a
-step its thread ran; they are timed inside of the stages, so that a step takes some microseconds more. The last line is
-JSON.
+last steps of a trace, which `--trace` keeps. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -24,8 +21,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-from host_calls import ELSE, RAN, STEP, HostCalls, read_calls
 from report import print_report, resolved_config
 from workload import model_settings, random_prompts, seconds_for
 
@@ -73,14 +68,6 @@ def within(lanes: Sequence[Lane], begun_ns: int, ended_ns: int) -> list[Lane]:
     ]
 
 
-def spent(kinds: dict[str, dict[str, float]]) -> str:
-    """Return where the time of a step goes: calls, and what lies between them."""
-    calls = {name: of for name, of in kinds.items() if name not in (STEP, RAN, ELSE)}
-    parts = [f"{of['calls']:.0f} {name} {of['us']:.0f} us" for name, of in calls.items()]
-    parts.append(f"{ELSE} {kinds[ELSE]['us']:.0f} us")
-    return f"{kinds[STEP]['us']:.0f} us, of which the thread ran {kinds[RAN]['us']:.0f}: {', '.join(parts)}"
-
-
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -89,10 +76,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--trace", type=Path, help="where to keep the trace")
-    parser.add_argument("--calls", action="store_true", help="on GPUs: time the calls of the stages' threads, too")
     args = parser.parse_args()
-    if args.calls and not torch.cuda.is_available():
-        parser.error("--calls needs a GPU: on a CPU the host computes")
 
     num_tokens = args.steps + _FIRST_STEPS
     windows: dict[int, tuple[int, int]] = {}
@@ -106,7 +90,6 @@ def main() -> None:
             max_num_seqs=max(args.num_stages, *args.requests),
             max_model_len=_PROMPT_LEN + num_tokens,
             trace=str(path),
-            stage_factory=HostCalls(folder) if args.calls else None,
         ) as llm:
             config, vocab_size, rng = resolved_config(llm), llm.plan()["vocab_size"], random.Random(0)
             for num_requests in args.requests:
@@ -115,11 +98,6 @@ def main() -> None:
                 seconds_for(llm, prompts, num_tokens)
                 windows[num_requests] = (begun_ns, now_ns())
         lanes = read_chrome_trace(path)
-        calls = {
-            num_requests: read_calls(Path(folder), args.num_stages, window, args.steps)
-            for num_requests, window in windows.items()
-            if args.calls
-        }
 
     figures: dict[str, Any] = {}
     is_on_gpus = config["parallel"]["device"] == "cuda"
@@ -132,14 +110,11 @@ def main() -> None:
             of_point["host"] = host_us(stages, args.steps)
             for index, host in enumerate(of_point["host"]):
                 aim_us = _HOST_AIM_US[index == len(stages) - 1]
-                verdict = "timed" if args.calls else "ok" if host["median_us"] <= aim_us else "MISSED"
+                verdict = "ok" if host["median_us"] <= aim_us else "MISSED"
                 print(
                     f"{num_requests} requests, stage {index}: host {host['median_us']:.0f} us per step, "
                     f"99 of 100 below {host['p99_us']:.0f} us; at most {aim_us:.0f}: {verdict}"
                 )
-        for index, kinds in enumerate(calls.get(num_requests, [])):
-            of_point.setdefault("calls", []).append(kinds)
-            print(f"{num_requests} requests, stage {index}: {spent(kinds)}")
         figures[f"{num_requests} requests"] = of_point
     print_report("step_overhead", vars(args), figures, config)
 

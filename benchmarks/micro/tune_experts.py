@@ -3,8 +3,9 @@
     python benchmarks/micro/tune_experts.py                                    all shapes, some minutes each
     python benchmarks/micro/tune_experts.py --shapes 30b --kinds plain --tokens 1 8 32
 
-Every candidate is timed inside of whole layers (see `experts.py`): first those of the first product, then, with the
-best of them, those of the second. What was found replaces its entries in `--table`, by default the one that comes with
+Every candidate is timed inside of whole layers, in a CUDA graph of layers with weights of their own, so that the
+second-level cache does not help: first those of the first product, then, with the best of them, those of the second.
+What was found replaces its entries in `--table`, by default the one that comes with
 the package, under the name of this GPU; `raypp.ops.cuda.experts` looks cuts up there. The last line is JSON.
 """
 
@@ -12,21 +13,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from experts import BF16, SHAPES, attempt, compile_cuts, layers_of, time_layers
-from graph_timer import require_gpu
+from graph_timer import require_gpu, time_us
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import print_report
 
+from raypp.ops.backend import Routing
 from raypp.ops.cuda.experts import (
     TABLE,
     CudaExperts,
@@ -36,10 +40,21 @@ from raypp.ops.cuda.experts import (
     default_cut,
     shape_entry,
 )
+from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.projection import Tuning
+from raypp.ops.weight import Weight, WeightKind
 
+SHAPES = {
+    "30b": ExpertShape(2048, 768, 128, 8),
+    "235b": ExpertShape(4096, 1536, 128, 8),
+    "mixtral": ExpertShape(4096, 14336, 8, 2),
+}
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048, 8192)
 FEW_PAIRS = 32  # with more pairs, they are put into tiles
+LAYER_BYTES = 12 << 30  # of all layers that are timed
+MOST_LAYERS = 12
+EPS = 1e-6
+BF16 = torch.bfloat16
 
 
 def few_tunings(shape: ExpertShape) -> tuple[list[Tuning], list[Tuning]]:
@@ -98,7 +113,7 @@ def all_tile_rows(num_tokens: int, shape: ExpertShape) -> list[int]:
 
 def cuts_of(tile_rows: int, num_tokens: int, shape: ExpertShape) -> tuple[ExpertCut, list[Tuning], list[Tuning]]:
     """Return the cut to begin with, and candidates for each product."""
-    begin = default_cut(num_tokens, shape, tile_rows)
+    begin = default_cut(num_tokens, shape, Device.of(torch.device("cuda")), tile_rows)
     gate_ups, downs = tile_tunings(shape, tile_rows) if tile_rows else few_tunings(shape)
     return begin, gate_ups, downs
 
@@ -148,6 +163,92 @@ def table_text(table: dict[str, Any]) -> str:
         for name, shapes in table.items()
     )
     return "{\n" + lines + "\n}\n"
+
+
+def random_experts(shape: ExpertShape, num_layers: int, seed: int = 0) -> list[CudaExperts]:
+    """Return layers with random weights."""
+    cuda = torch.device("cuda")
+    device, workspace = Device.of(cuda), Workspace(cuda)
+    torch.manual_seed(seed)
+
+    def normal(*size: int, scale: float = 0.02) -> torch.Tensor:
+        return torch.empty(size, device=cuda, dtype=BF16).normal_(0, scale)
+
+    experts, hidden, intermediate = shape.num_experts, shape.hidden, shape.intermediate
+    return [
+        CudaExperts(
+            1 + normal(hidden),
+            EPS,
+            normal(experts, hidden),
+            random_weight((experts, 2 * intermediate, hidden), shape.kinds[0]),
+            random_weight((experts, hidden, intermediate), shape.kinds[1]),
+            Routing(shape.num_chosen, normalizes=True),
+            device,
+            workspace,
+        )
+        for _ in range(num_layers)
+    ]
+
+
+def random_weight(shape: tuple[int, int, int], kind: WeightKind) -> Weight:
+    """Return weights of a normal distribution, nearly: FP8 with blocks of 128 x 128, or INT4 with groups of 128."""
+    experts, outputs, inputs = shape
+    if kind == "plain":
+        return Weight(torch.empty(shape, device="cuda", dtype=BF16).normal_(0, 0.02))
+    if kind == "fp8":
+        scale = torch.rand(experts, -(-outputs // 128), -(-inputs // 128), device="cuda") * 4e-3 + 2e-3
+        data = torch.empty(shape, device="cuda", dtype=torch.float8_e4m3fn)
+        for each in data:
+            each.copy_(torch.randn(outputs, inputs, device="cuda", dtype=BF16) * 5)
+        return Weight(data, scale, block=(128, 128))
+    data = torch.randint(0, 256, (experts, outputs, inputs // 2), device="cuda", dtype=torch.uint8)
+    scale = torch.rand(experts, outputs, inputs // 128, device="cuda", dtype=BF16) * 4e-3 + 2e-3
+    return Weight(data, scale, torch.randint_like(scale, 6, 10).to(torch.uint8), (1, 128))
+
+
+def attempt(name: str, call: Callable[[], Any]) -> Any:
+    """Return what a call returns; None, and say why, if it fails."""
+    try:
+        return call()
+    except Exception as error:
+        print(f"   {name}: {type(error).__name__}: {str(error)[:90]}", flush=True)
+        return None
+
+
+def layers_of(shape: ExpertShape) -> list[CudaExperts]:
+    """Return as many layers as are timed in one graph."""
+    layer = random_experts(shape, 1)[0]
+    layer_bytes = layer._gate_up.num_bytes + layer._down.num_bytes
+    num_others = max(1, min(MOST_LAYERS, math.floor(LAYER_BYTES / layer_bytes)) - 1)
+    return [layer, *random_experts(shape, num_others, 1)]
+
+
+def time_layers(layers: Sequence[CudaExperts], hidden: torch.Tensor, cut: ExpertCut) -> float:
+    """Return microseconds per layer."""
+    return round(time_us([partial(layer.run, hidden.clone(), cut) for layer in layers]), 2)
+
+
+def compile_cuts(jobs: Sequence[tuple[ExpertShape, int, ExpertCut]]) -> None:
+    """Compile the kernels of cuts, by as many processes as there are processors."""
+    started = time.monotonic()
+    num_processes = max(1, min(14, (os.cpu_count() or 1) - 2))
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        pool.map(_compile_some, [jobs[index::num_processes] for index in range(num_processes)])
+    print(f"compiled {len(jobs)} cuts in {time.monotonic() - started:.0f} s", flush=True)
+
+
+def _compile_some(jobs: Sequence[tuple[ExpertShape, int, ExpertCut]]) -> None:
+    """Launch kernels once with few experts, so that they lie in Triton's cache."""
+    layers: dict[ExpertShape, CudaExperts] = {}
+    for shape, num_tokens, cut in jobs:
+        small = replace(shape, num_experts=shape.num_chosen)
+        layer = layers.get(small) or layers.setdefault(small, random_experts(small, 1)[0])
+        hidden = torch.zeros(min(num_tokens, 16), shape.hidden, device="cuda", dtype=BF16)
+        try:
+            layer.run(hidden, cut)
+            torch.cuda.synchronize()
+        except Exception:
+            continue  # it will show up later
 
 
 def main() -> None:

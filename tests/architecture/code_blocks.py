@@ -54,7 +54,7 @@ _UNCHECKED = (
 )
 """Programs whose arguments are not looked at. Any other name is taken for a misspelt one."""
 OTHERS_OPTIONS = {"--model", "--model_args", "--profile", "--seconds", "--corpus", "--shm-size", "--clear"}
-"""Of lm-eval, Compose, tools/train_tiny.py, Docker and venv."""
+"""Of lm-eval, Compose, tools/training/train_tiny.py, Docker and venv."""
 CLIENTS_OPTIONS = {"--tools", "--system-prompt", "--format"}
 """Of Claude Code and llm-comply."""
 OWN_VARIABLES = ("RAYPP_LOG_LEVEL", "RAYPP_SERVICE", "RAYPP_SERVICE_HOST")

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from raypp.actors.processes import LocalProcess, with_descendants
+
 DEADLINE_S = 150.0
 
 
@@ -60,21 +62,5 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = DEADLIN
 
 def actors_below(ancestor: int, name: str) -> list[int]:
     """Return the processes of an actor class that descend from a process: other Rays on the machine are not ours."""
-    parents: dict[int, int] = {}
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            if f"ray::{name}".encode() in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return [pid for pid in found if ancestor in _ancestors(pid, parents)]
-
-
-def _ancestors(pid: int, parents: Mapping[int, int]) -> set[int]:
-    found = set()
-    while pid in parents and pid not in found:
-        found.add(pid)
-        pid = parents[pid]
-    return found
+    below = with_descendants([LocalProcess.of_pid(ancestor)])
+    return [process.pid for process in below if f"ray::{name}" in process.command()]

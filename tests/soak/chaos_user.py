@@ -8,9 +8,9 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 from raypp import LLM, SamplingParams
+from raypp.actors.processes import children_of
 from raypp.errors import RayppError
 from raypp.testing import FakeStage
 
@@ -28,13 +28,9 @@ def pid_of(name: str) -> int:
     """Return one of Ray's servers, as soon as it is there: a child of this process."""
     ends_s = time.monotonic() + WAIT_S
     while time.monotonic() < ends_s:
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                head, _, rest = path.read_text().rpartition(")")
-            except OSError:
-                continue
-            if head.partition("(")[2] == name and rest.split()[1] == str(os.getpid()):
-                return int(path.parent.name)
+        for process in children_of(os.getpid()):
+            if process.name == name:
+                return process.pid
         time.sleep(0.01)
     raise AssertionError(f"no {name}")
 

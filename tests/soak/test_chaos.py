@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from raypp.actors.processes import LocalProcess, with_descendants
+
 pytestmark = pytest.mark.part("chaos")
 
 USER = Path(__file__).with_name("chaos_user.py")
@@ -113,24 +115,8 @@ def orphan() -> Iterator[subprocess.Popen[str]]:
 
 def _running(first: int) -> dict[str, int]:
     """Return the processes below one that are no zombies: names of Ray's actors and of Python, and their numbers."""
-    parents, running = {}, {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            head, _, rest = path.read_text().rpartition(")")
-        except OSError:
-            continue
-        pid, fields = int(path.parent.name), rest.split()
-        parents[pid] = int(fields[1])
-        if fields[0] != "Z":
-            running[pid] = head.partition("(")[2]
-    found = {}
-    for pid, name in running.items():
-        ancestor = pid
-        while ancestor in parents and ancestor != first:
-            ancestor = parents[ancestor]
-        if ancestor == first:
-            found[f"{name} {pid}"] = pid
-    return found
+    below = with_descendants([LocalProcess.of_pid(first)])
+    return {f"{process.name} {process.pid}": process.pid for process in below if process.state not in "ZX"}
 
 
 def test_where_nobody_collects_zombies_the_actors_of_a_killed_user_end_too(orphan: subprocess.Popen[str]) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import math
 import struct
-import sys
 import sysconfig
 from pathlib import Path
 from types import ModuleType
@@ -31,13 +30,7 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"t
 
 @pytest.fixture(scope="module")
 def train_tiny() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_tiny", REPOSITORY / "tools" / "train_tiny.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("train_tiny")
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
+from raypp.errors import ConfigError
 from raypp.ops.attention import Heads, Rotation
 from raypp.ops.cuda.between_products import as_stored, narrowed
 from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
@@ -43,6 +44,7 @@ _MOST_COLUMNS_OF_WHOLE_TILES = 256  # of larger heads tiles have fewer tokens
 _MIN_QUERIES = 16  # the smallest tile of a matrix product
 _LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 _TWO_LOG2_E: tl.constexpr = tl.constexpr(2 * math.log2(math.e))
+_MOST_QUERIES_OF_WEIGHTS = 64  # whose weights go through shared memory, with heads of 128 or less
 _MIN_COLUMNS = 32  # of a head: half of them are multiplied at once where the cache is in 8 bits
 
 
@@ -279,13 +281,37 @@ class TritonDecode:
         tuning = tune_decode(num_rows, self._num_kv_heads, self._device, query_len, query_floats, tile_bytes)
         if block_d > _MOST_COLUMNS_OF_WHOLE_TILES:
             tuning = replace(tuning, tile_tokens=tuning.tile_tokens * _MOST_COLUMNS_OF_WHOLE_TILES // block_d)
-        pair_bytes = cache_bytes * tuning.tile_tokens * (self._block_d + self._block_dv)  # keys and values
-        most_stages = 1 + self._device.shared_bytes // pair_bytes  # the last one is not kept
-        return replace(tuning, num_stages=most_stages) if tuning.num_stages > most_stages else tuning
+        fitting = self._fitting(tuning, query_len, cache_bytes)
+        if fitting is None:
+            most = max(n for n in range(query_len) if self._fitting(tuning, 1 + n, cache_bytes))
+            raise ConfigError(
+                "attention over a row's drafts does not fit the shared memory of this GPU",
+                got=f"{query_len - 1} drafts, {self._device.shared_bytes >> 10} KiB",
+                expected=f"at most {most} drafts, with {self._group} heads of {self._head_dim} per KV head",
+                hint="a smaller speculative.num_speculative_tokens or draft_ladder",
+            )
+        return fitting
+
+    def _fitting(self, tuning: DecodeTuning, query_len: int, cache_bytes: int) -> DecodeTuning | None:
+        """Return the cut with fewer stages, then smaller tiles, until shared memory holds it; None: none does."""
+        queries = max(_MIN_QUERIES, self._filled(query_len))
+        sizes = [(tuning.tile_tokens, num_stages) for num_stages in range(tuning.num_stages, 0, -1)]
+        sizes += [(tile, 1) for tile in (64, 32, 16) if tile < tuning.tile_tokens]
+        cuts = (replace(tuning, tile_tokens=tile, num_stages=num_stages) for tile, num_stages in sizes)
+        most, sides = self._device.shared_bytes, (self._block_d, self._block_dv)
+        return next((cut for cut in cuts if _shared_bytes(cut, queries, *sides, cache_bytes) <= most), None)
 
     def _filled(self, query_len: int) -> int:
         """Return the number of a program's queries, without those that only fill a tile."""
         return int(triton.next_power_of_2(query_len * self._group))
+
+
+def _shared_bytes(tuning: DecodeTuning, queries: int, block_d: int, block_dv: int, cache_bytes: int) -> int:
+    """Return the shared memory of a program, as compiled for capability 8, or a little more."""
+    tile, num_kept = tuning.tile_tokens * cache_bytes, tuning.num_stages - 1
+    sides = tile * (num_kept * (block_d + block_dv) if num_kept else max(block_d, block_dv))  # keys, then values
+    has_weights = queries <= _MOST_QUERIES_OF_WEIGHTS or max(block_d, block_dv) > 128
+    return sides + 2 * queries * block_d + 2 * queries * tuning.tile_tokens * has_weights
 
 
 def _parts_at_once(num_splits: int, num_elements: int) -> int:

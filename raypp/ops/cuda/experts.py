@@ -13,7 +13,7 @@ import functools
 import json
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,10 @@ class ExpertCut:
 
 def choose_cut(num_tokens: int, shape: ExpertShape, device: Device) -> ExpertCut:
     """Return how the experts of so many tokens are computed: by the table if it has the shape."""
-    return _tabulated(num_tokens, shape, device) or default_cut(num_tokens, shape)
+    return _tabulated(num_tokens, shape, device) or default_cut(num_tokens, shape, device)
 
 
-def default_cut(num_tokens: int, shape: ExpertShape, tile_rows: int | None = None) -> ExpertCut:
+def default_cut(num_tokens: int, shape: ExpertShape, device: Device, tile_rows: int | None = None) -> ExpertCut:
     """Return a cut for shapes that are not in the table, with tiles of `tile_rows` if that is given."""
     num_pairs = num_tokens * shape.num_chosen
     gate_up, down = shape.kinds
@@ -82,7 +82,7 @@ def default_cut(num_tokens: int, shape: ExpertShape, tile_rows: int | None = Non
         tile_rows = 0 if num_pairs <= MOST_FEW_PAIRS else min(max(16, 2 * rows), most)
     if not tile_rows:
         return ExpertCut(0, _few_gate_up(gate_up), _few_down(shape))
-    return ExpertCut(tile_rows, _tiles(tile_rows, gate_up, True), _tiles(tile_rows, down, False))
+    return ExpertCut(tile_rows, _tiles(tile_rows, gate_up, device, True), _tiles(tile_rows, down, device, False))
 
 
 def shape_entry(shape: ExpertShape) -> str:
@@ -136,15 +136,25 @@ def _few_down(shape: ExpertShape) -> Tuning:
     return Tuning(min(16, rows), 128, num_stages=4)
 
 
-def _tiles(tile_rows: int, kind: WeightKind, is_gated: bool) -> Tuning:
-    """Return how a product of tiles is cut."""
+def _tiles(tile_rows: int, kind: WeightKind, device: Device, is_gated: bool) -> Tuning:
+    """Return how a product of tiles is cut: with no more stages than shared memory holds."""
     if kind == "fp8":
-        return Tuning(128, 128, num_warps=8 if tile_rows == 64 else 4, num_stages=3 if is_gated else 4)
-    if kind == "int4":
-        return Tuning(64, 128, num_warps=8 if tile_rows == 64 else 4, num_stages=4)
-    if tile_rows == 128:
-        return Tuning(128, 64, num_warps=8, num_stages=4)
-    return Tuning(64, 64, num_stages=4) if is_gated or tile_rows > 16 else Tuning(64, 128, num_stages=4)
+        tuning = Tuning(128, 128, num_warps=8 if tile_rows == 64 else 4, num_stages=3 if is_gated else 4)
+    elif kind == "int4":
+        tuning = Tuning(64, 128, num_warps=8 if tile_rows == 64 else 4, num_stages=4)
+    elif tile_rows == 128:
+        tuning = Tuning(128, 64, num_warps=8, num_stages=4)
+    else:
+        tuning = Tuning(64, 64 if is_gated or tile_rows > 16 else 128, num_stages=4)
+    most_stages = 1 + device.shared_bytes // _stage_bytes(tile_rows, kind, tuning, is_gated)  # the last one is not kept
+    return replace(tuning, num_stages=min(tuning.num_stages, most_stages))
+
+
+def _stage_bytes(tile_rows: int, kind: WeightKind, tuning: Tuning, is_gated: bool) -> int:
+    """Return the shared memory of the weights and tokens that a program multiplies at once."""
+    of_weight, of_tokens = {"plain": (2, 2), "fp8": (1, 1), "int4": (0.5, 2)}[kind]
+    of_weight *= 2 if is_gated else 1
+    return int(tuning.inputs * (tuning.outputs * of_weight + tile_rows * of_tokens))
 
 
 _LOG = logging.getLogger(__name__)

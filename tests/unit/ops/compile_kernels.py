@@ -32,8 +32,10 @@ from raypp.ops.cuda import (
     block_kernels,
     decode_attention,
     heads,
+    ngram_kernel,
     projection,
     row_inputs_kernel,
+    verify_kernels,
 )
 from raypp.ops.cuda.experts import CudaExperts
 from raypp.ops.cuda.kernel_launch import Device, Workspace
@@ -293,6 +295,10 @@ def call_all(workspace: Workspace) -> None:
         step_masks = StepMasks(lengths, lengths, drafts[:, : width - 1], masks)
         yielded = StepTokens(integers, integers, token_ids, lengths, None, *compared)
         chooser.hold(yielded, step_masks, row_tokens.table, drafts)
+        verify_kernels.verify_and_append(token_ids, integers, integers, drafts, lengths, lengths, row_tokens.table)
+    for width in (80, 1 << 14):
+        table = torch.zeros(32, width, dtype=torch.int32)
+        ngram_kernel.NgramKernel(table, window=width, min_n=2, max_n=5, num_drafts=8, max_rows=32)(integers, integers)
 
 
 def call_experts(workspace: Workspace) -> None:
@@ -311,7 +317,7 @@ def call_experts(workspace: Workspace) -> None:
             continue
         gate_up, down = (experts_of(kind, scale_type, block, *shape) for shape in ((1536, 2048), (2048, 768)))
         layer = CudaExperts(router[0], 1e-6, router, gate_up, down, routing, DEVICE, workspace)
-        for rows in (1, 64):
+        for rows in (1, 64, 1024):
             layer(torch.empty(rows, 2048, dtype=BF16))
 
 
@@ -339,13 +345,27 @@ def call_quantized(workspace: Workspace) -> None:
 
 
 def call_wide(workspace: Workspace) -> None:
-    """Call decode attention with as many and as large queries of a row as there may be: 16 drafts."""
-    for num_heads, num_kv_heads, head_dim in ((32, 4, 128), (32, 8, 256)):
-        decode = decode_attention.TritonDecode(num_heads, num_kv_heads, head_dim, 17, DEVICE, workspace)
-        q = torch.zeros(32 * 17, num_heads, head_dim, dtype=BF16)
-        lens, tables = torch.ones(32, dtype=torch.int32), torch.zeros(32, 64, dtype=torch.int32)
-        cache = LayerCache(*torch.zeros(2, 3, num_kv_heads, 16, head_dim, dtype=BF16))
-        decode(q, cache, lens, tables, 17, Heads(num_heads, num_kv_heads, head_dim), torch.empty_like(q))
+    """Call decode attention with large queries of a row: 16 drafts, and heads of 256."""
+    for kinds in ((32, 4, 128), (32, 8, 256)):
+        attend(workspace, *kinds, query_len=17, dtype=BF16)
+
+
+def call_widest(workspace: Workspace) -> None:
+    """Call it with 256 queries per KV head, and with a cache in 8 bits."""
+    attend(workspace, 64, 4, 128, query_len=16, dtype=BF16)
+    if DEVICE.has_fp8:
+        attend(workspace, 32, 4, 128, query_len=17, dtype=torch.float8_e4m3fn)
+
+
+def attend(
+    workspace: Workspace, num_heads: int, num_kv_heads: int, head_dim: int, query_len: int, dtype: torch.dtype
+) -> None:
+    """Call decode attention of 32 rows over a cache of a type."""
+    decode = decode_attention.TritonDecode(num_heads, num_kv_heads, head_dim, query_len, DEVICE, workspace)
+    q = torch.zeros(32 * query_len, num_heads, head_dim, dtype=BF16)
+    lens, tables = torch.ones(32, dtype=torch.int32), torch.zeros(32, 64, dtype=torch.int32)
+    cache = torch.zeros(2, 3, num_kv_heads, 16, head_dim, dtype=dtype)
+    decode(q, LayerCache(*cache), lens, tables, query_len, Heads(num_heads, num_kv_heads, head_dim), torch.empty_like(q))
 
 
 KINDS = (
@@ -388,17 +408,13 @@ def call_kinds(workspace: Workspace) -> None:
 def main() -> None:
     """Compile, and print a list of kernels."""
     compiled = compile_instead_of_launching()
-    call_all(Workspace(CPU))
-    call_kinds(Workspace(CPU))
-    if IS_FULL:
-        call_experts(Workspace(CPU))
-        call_quantized(Workspace(CPU))
-    num_narrow = len(compiled)
-    if IS_FULL:
-        call_wide(Workspace(CPU))
-    described = [{"kernel": name, "is_wide": False} | resources(kernel) for name, kernel in compiled]
-    for kernel in described[num_narrow:]:
-        kernel["is_wide"] = True
+    described = []
+    in_full = [[call_all, call_experts, call_quantized], [call_wide, call_kinds], [call_widest]]
+    for width, calls in enumerate(in_full if IS_FULL else [[call_all, call_kinds]]):
+        for call in calls:
+            call(Workspace(CPU))
+        described += [{"kernel": name, "width": width} | resources(kernel) for name, kernel in compiled]
+        compiled.clear()
     print(json.dumps(described))
 
 

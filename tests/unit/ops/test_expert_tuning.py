@@ -38,13 +38,28 @@ def test_the_nearest_number_of_tokens_is_looked_up(table):
 def test_a_gpu_that_nobody_measured_takes_those_of_another_if_they_fit(table):
     other = replace(H200, name="NVIDIA H100")
     assert cut_entry(choose_cut(8, SHAPE, other)) == table["8"]
-    assert choose_cut(8, SHAPE, replace(other, shared_bytes=99 << 10)) == default_cut(8, SHAPE)
+    small = replace(other, shared_bytes=99 << 10)
+    assert choose_cut(8, SHAPE, small) == default_cut(8, SHAPE, small)
 
 
 def test_other_shapes_are_not_in_the_table(table):
     for shape in (replace(SHAPE, hidden=1024), replace(SHAPE, kinds=("fp8", "fp8"))):
         for num_tokens in (1, 40, 5000):
-            assert choose_cut(num_tokens, shape, H200) == default_cut(num_tokens, shape)
+            assert choose_cut(num_tokens, shape, H200) == default_cut(num_tokens, shape, H200)
+
+
+@pytest.mark.parametrize("shared_kib", [99, 163, 227])
+def test_every_cut_fits_the_shared_memory(shared_kib):
+    """Of compute capability 8.6, 8.0 and 9.0; where there is enough, nothing is cut."""
+    device, roomy = replace(H200, shared_bytes=shared_kib << 10), replace(H200, shared_bytes=1 << 30)
+    for kind in ("plain", "fp8", "int4"):
+        shape = replace(SHAPE, kinds=(kind, kind))
+        for num_tokens in (8, 64, 256, 512, 1024, 4096):
+            cut, whole = (default_cut(num_tokens, shape, each) for each in (device, roomy))
+            for is_gated, tuning in ((True, cut.gate_up), (False, cut.down)):
+                needed = experts._stage_bytes(cut.tile_rows, kind, tuning, is_gated) * (tuning.num_stages - 1)
+                assert needed <= device.shared_bytes
+            assert shared_kib == 99 or cut == whole
 
 
 def test_the_table_that_ships_can_be_read():

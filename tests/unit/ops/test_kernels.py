@@ -13,6 +13,7 @@ import kernel_checks as checks
 import reference_ops as reference
 import torch
 
+from raypp.errors import ConfigError
 from raypp.ops.backend import Routing
 from raypp.ops.cuda import router_kernels
 from raypp.ops.cuda.cuda_kernels import CudaKernels, CudaProjection, _log_dequantized
@@ -83,6 +84,32 @@ def test_large_tiles_of_attention_fit_the_shared_memory(head_dim, shared_kib, nu
     assert tuning.num_stages == num_stages
 
 
+@pytest.mark.parametrize(
+    ("heads", "query_len", "cut"),
+    [
+        ((32, 4, 128), 17, (64, 2)),
+        ((64, 4, 128), 16, (64, 2)),
+        ((16, 8, 256), 17, (64, 1)),
+        ((32, 8, 256), 17, (32, 1)),
+    ],
+)
+def test_attention_of_many_drafts_fits_the_shared_memory(heads, query_len, cut):
+    """Of compute capability 8.6, 8.9 and 12.0; where there is more, nothing is cut."""
+    roomy = Device(torch.device("cpu"), 128, has_dependent_launch=False, shared_bytes=1 << 30)
+    for shared_kib in (99, 163, 227):
+        device, workspace = replace(roomy, shared_bytes=shared_kib << 10), Workspace(torch.device("cpu"))
+        tuning = TritonDecode(*heads, query_len, device, workspace).cut(32, query_len)
+        assert (tuning.tile_tokens, tuning.num_stages) == (cut if shared_kib == 99 else (64, 2))
+
+
+def test_attention_of_too_many_drafts_says_how_many_fit():
+    device = Device(torch.device("cpu"), 128, has_dependent_launch=False, shared_bytes=99 << 10)
+    decode = TritonDecode(64, 4, 128, 17, device, Workspace(torch.device("cpu")))
+    with pytest.raises(ConfigError, match="at most 15 drafts") as raised:
+        decode.cut(1, 17)
+    assert raised.value.got == "16 drafts, 99 KiB"
+
+
 def test_fewer_bits():
     checks.check_narrow(EXACT, 3, 700)
 
@@ -120,6 +147,13 @@ def test_decode(query_len, tuning):
 def test_decode_of_odd_heads():
     checks.check_decode(EXACT, [40, 5], 2, 6, 2, 24)
     checks.check_decode(EXACT, [40, 5], 5, 8, 1, 16)  # 40 queries per KV head
+
+
+def test_decode_of_many_drafts_with_little_shared_memory():
+    device = Device(torch.device("cpu"), 128, has_dependent_launch=False, shared_bytes=99 << 10)
+    tuning = TritonDecode(4, 1, 256, 17, device, Workspace(torch.device("cpu"))).cut(200, 17)
+    assert (tuning.tile_tokens, tuning.num_stages) == (32, 1)
+    checks.check_decode(EXACT, [50, 17], 17, 4, 1, 256, tuning)
 
 
 @pytest.mark.parametrize(("heads", "scales"), [full((4, 2, 16), (0.03, 2.0)), ((3, 1, 24), (1.0, 1.0))])

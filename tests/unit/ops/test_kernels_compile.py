@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 STACK_OF_SINES = 32  # the reduction of very large angles keeps a table there
-MOST_SPILLED = 512  # with 16 drafts, or heads of 256
+MOST_SPILLED = (0, 512, 1024)  # as usual; with 16 drafts, or heads of 256; see `compile_kernels.call_widest`
 MOST_SPILLED_ELSEWHERE = 256  # tuned for Hopper, which has 255 registers of a thread, too, but keeps products elsewhere
 SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 NEEDS_FP8 = {"_narrow", "_quantize_tokens"}
@@ -70,10 +70,12 @@ def test_kernels_compile(tmp_path: Path, capability: int) -> None:
         "_report",
         "_rotate_qk",
         "_hold",
+        "_verify",
+        "_propose",
     }
     print_table(kernels, capability)
     for kernel in kernels:
-        allowed = STACK_OF_SINES if kernel["kernel"] == "_rotation_table" else MOST_SPILLED if kernel["is_wide"] else 0
+        allowed = STACK_OF_SINES if kernel["kernel"] == "_rotation_table" else MOST_SPILLED[kernel["width"]]
         allowed = allowed if capability == 90 else max(allowed, MOST_SPILLED_ELSEWHERE)
         assert kernel["stack_bytes"] <= allowed, kernel
         assert kernel["shared_bytes"] <= SHARED_KB[capability] << 10, kernel

@@ -3,7 +3,7 @@
     scenes -> questions and answers -> tokenizer -> pool of examples -> rendering and training -> bf16 export -> score
 
 Processes draw scenes into a pool; a step takes some of it, at random, renders them at one size and trains on the
-answers. `python tools/train_tiny.py --vision` runs it; docs/tiny-vl.md has the commands and the figures.
+answers. `python tools/training/train_tiny.py --vision` runs it; docs/tiny-vl.md has the commands and the figures.
 """
 
 from __future__ import annotations

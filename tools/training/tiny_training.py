@@ -11,7 +11,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-TOKENIZER_DIRECTORY = Path(__file__).parent.parent / "raypp" / "assets" / "tiny"
+TOKENIZER_DIRECTORY = Path(__file__).parents[2] / "raypp" / "assets" / "tiny"
 MAX_POSITIONS = 4096
 VOCAB_SIZE = 4032  # 63 * 64: with 4096 six layers would not fit into four million parameters
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
