@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from processor_time import relative_cost
+from relative_cost import relative_cost
 
 from raypp.errors import nearest_name
 from raypp.openai_api.anthropic_request import MessagesRequest

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 from drive import make_limits
-from processor_time import relative_cost
+from relative_cost import relative_cost
 
 from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.request import Request

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 from drive import Pipeline, make_limits, make_request, make_result
-from processor_time import relative_cost
+from relative_cost import relative_cost
 
 from raypp.errors import RequestError
 from raypp.messages import NO_STEP, StepResult
