@@ -6,10 +6,14 @@ A process of its own: a driver that only pretends to have a device takes the pla
 without running. The compiler and the assembler are those that a GPU's host has too. Products compile for some numbers
 of rows; with TEST_SIZES=all for all that have kernels of their own, of experts and quantized weights, too, and
 attention for 16 drafts.
+
+KNOWN, a file, has the digests of what soak compiled for this capability: of those nothing is compiled, and no more is
+printed than their names.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -65,6 +69,7 @@ DEVICE = Device(
 )
 BF16 = torch.bfloat16
 IS_FULL = os.environ.get("TEST_SIZES") == "all"
+KNOWN = frozenset(Path(os.environ["KNOWN"]).read_text().split()) if "KNOWN" in os.environ else frozenset()
 
 
 def numbers_of_rows(some: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
@@ -95,12 +100,29 @@ def compile_instead_of_launching() -> list[Any]:
 
     def __getitem__(kernel: Any, grid: Any) -> Any:  # noqa: N807
         def launch(*args: Any, **kwargs: Any) -> None:
-            compiled.append((kernel.__name__, kernel.run(*args, grid=grid, warmup=True, **kwargs)))
+            digest = digest_of(kernel, args, kwargs)
+            result = None if digest in KNOWN else kernel.run(*args, grid=grid, warmup=True, **kwargs)
+            compiled.append((kernel.__name__, digest, result))
 
         return launch
 
     JITFunction.__getitem__ = __getitem__
     return compiled
+
+
+def digest_of(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return a digest of all that decides what is compiled: the compiler, sources, types, constants and settings."""
+    launched = kernel.cache_key, [described(arg) for arg in args], sorted((k, described(v)) for k, v in kwargs.items())
+    return hashlib.sha256(repr((triton.__version__, CAPABILITY, launched)).encode()).hexdigest()[:16]
+
+
+def described(arg: Any) -> str:
+    """Return what the compiler knows of an argument, and maybe more."""
+    if isinstance(arg, torch.Tensor):
+        return f"{arg.dtype} {arg.data_ptr() % 16}"
+    if isinstance(arg, tuple):
+        return f"{type(arg).__name__}({', '.join(map(described, arg))})"
+    return str(getattr(arg, "cache_key", arg))
 
 
 def resources(kernel: Any) -> dict[str, int]:
@@ -356,10 +378,12 @@ def main() -> None:
     num_narrow = len(compiled)
     if IS_FULL:
         call_wide(Workspace(CPU))
-    described = [{"kernel": name, "is_wide": False} | resources(kernel) for name, kernel in compiled]
-    for kernel in described[num_narrow:]:
-        kernel["is_wide"] = True
-    print(json.dumps(described))
+    found = [
+        {"kernel": name, "digest": digest, "is_wide": index >= num_narrow, "is_known": kernel is None}
+        | (resources(kernel) if kernel is not None else {})
+        for index, (name, digest, kernel) in enumerate(compiled)
+    ]
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
