@@ -1,10 +1,10 @@
 # demo, test, soak, lint and bench work on a fresh machine: each first installs raypp into .venv, once. For demo that is
 # what text needs; for the others, and for `make install` after it, everything.
 # PYTHON chooses the interpreter that .venv is made from: make demo PYTHON=python3.12
-# WORKERS is the number of processes for tests without Ray; 0, one after the other, where engines would share a GPU.
+# WORKERS is the number of processes that run tests; 0, one after the other, where engines would share a GPU.
 
 PYTHON ?= python3
-WORKERS ?= logical
+WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_DEMO := .venv/.installed_demo
@@ -35,12 +35,13 @@ demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(INSTALLED_DEMO))
 	unset PYTHONDONTWRITEBYTECODE; $(BIN)/raypp generate tiny --num-stages 2 --prompt "def main(" --max-tokens 64
 	@echo "$$NEXT"
 
-# Tests of actors and of GPUs follow one after the other: they use fixed ports and whole devices, and look for what
-# others leave behind. Files without Ray begin in their order, which has the long ones in front. tools/pytest_limits.py
-# ends a test that hangs; a worker that has ended is replaced, and the tests that follow are run.
+# One process runs the tests of actors and of GPUs, one after the other, and mostly waits: there is one more than cores.
+# Files without Ray begin in their order, which has the long ones in front. tools/pytest_limits.py ends a test that
+# hangs; a process that has ended is replaced, and the tests that follow are run. They all import the same files, which
+# are compiled once.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --ignore tests/ray --ignore tests/gpu --ignore tests/soak --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder; \
-	  status=$$?; $(BIN)/python -m pytest tests/ray tests/gpu && exit $$status
+	unset PYTHONDONTWRITEBYTECODE; $(BIN)/python -m pytest --ignore tests/soak \
+	  --numprocesses $(WORKERS) --maxprocesses 9 --dist loadfile --no-loadscope-reorder
 
 # What takes long. PART is one of clients, models, chaos, docs, sizes, each at most an hour; without it all follow each
 # other. It writes tests/soak/last_run.md. Installing a client's packages takes minutes in which no test says anything.

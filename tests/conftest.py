@@ -46,7 +46,10 @@ _MARKER_OF_FOLDER = {"ray": "ray", "parity": "parity", "gpu": "gpu"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by the folder they are in; skip what needs a GPU where there is none; leave full sizes to soak."""
+    """Mark tests by the folder they are in; skip what needs a GPU where there is none; leave full sizes to soak.
+
+    Those with Ray come first: one process runs them all (tools/pytest_limits.py), which takes longest.
+    """
     for item in items:
         folder = item.path.relative_to(_TESTS).parts[0]
         if folder in _MARKER_OF_FOLDER:
@@ -58,6 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if os.environ.get("TEST_SIZES") != "all" and not has_gpu:
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
 
 
 def _has_gpu() -> bool:

@@ -4,6 +4,8 @@
 fixtures) fails once its process has used 45 % of that as processor time, which does not depend on what else the machine
 does, or once it has taken 90 % of it: then it waits for something. What goes on even so, in compiled code, ends with
 its process at the limit; a worker of pytest-xdist is then replaced, and does the rest of the work.
+
+`one_process`, a list, names folders whose tests one worker runs, one after the other: each entry those of one worker.
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ from typing import Any
 import pytest
 
 _PROCESSOR_SHARE, _TIME_SHARE = 0.45, 0.9
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini("one_process", "folders whose tests one worker runs; those of an entry share it", type="linelist")
 
 
 @contextmanager
@@ -77,7 +83,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadFileScheduling
 
+    entries = [entry.split() for entry in config.getini("one_process")]
+
     class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            for folders in entries:
+                if nodeid.startswith(tuple(f"{folder}/" for folder in folders)):
+                    return folders[0]
+            return str(super()._split_scope(nodeid))
+
         def remove_node(self, node: Any) -> str | None:
             work = self.assigned_work[node]
             left = [(file, name) for file, tests in work.items() for name, is_done in tests.items() if not is_done]

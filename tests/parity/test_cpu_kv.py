@@ -23,7 +23,14 @@ NUM_USERS, NUM_TURNS = 8, 3
 NUM_SHARED, NUM_OWN, NUM_NEW = 54, 6, 8
 MAX_LEN = NUM_SHARED + NUM_TURNS * (NUM_OWN + NUM_NEW)
 NEEDED = NUM_SHARED * 2 + NUM_USERS * (MAX_LEN - NUM_SHARED)  # tokens of all texts: users begin in two ways
-FIXED = {"stage_num_threads": 1, "max_model_len": MAX_LEN, "max_num_seqs": 6, "max_num_batched_tokens": 64}
+PLENTY = 400  # blocks
+FIXED = {
+    "stage_num_threads": 1,
+    "max_model_len": MAX_LEN,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 64,
+    "num_kv_blocks": PLENTY,
+}
 HARDWARE = Hardware(1)
 HEAD = {"num_stages": 2, "block_size": 6}
 WAYS = {
@@ -130,17 +137,17 @@ def test_little_cpu_memory_forgets_what_was_used_longest_ago(checkpoint, expecte
     assert stats.num_used_cpu_blocks == stats.num_cpu_blocks < stats.num_blocks_copied_out
 
 
-@pytest.mark.parametrize("method", [None, "ngram"])
+@pytest.mark.parametrize("method", [None, pytest.param("ngram", marks=pytest.mark.full)])
 def test_who_was_preempted_computes_little_again(checkpoint, method):
     """Requests that grow until most of them are preempted: without CPU memory they compute their texts again."""
     rng = random.Random(1)
     prompts = [[rng.randrange(100) for _ in range(rng.randint(4, 20))] for _ in range(8)]
     params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
     runs = {}
-    for cpu_kv_bytes, num_kv_blocks in ((0, 400), (0, 60), (1 << 24, 60)):
+    for cpu_kv_bytes, num_kv_blocks in ((0, PLENTY), (0, 60), (1 << 24, 60)):
         settings = FIXED | {"num_stages": 2, "block_size": 4, "max_num_seqs": 8, "speculative": {"method": method}}
         memory = {"num_kv_blocks": num_kv_blocks, "cpu_kv_bytes": cpu_kv_bytes}
-        engine = LocalEngine(plan_engine(EngineConfig.from_flat(str(checkpoint), **settings, **memory), Hardware(1)))
+        engine = LocalEngine(plan_engine(EngineConfig.from_flat(str(checkpoint), **(settings | memory)), Hardware(1)))
         texts = engine.generate(prompts, params)
         engine.scheduler.check_integrity()
         runs[cpu_kv_bytes, num_kv_blocks] = texts, engine.stats()

@@ -1,19 +1,19 @@
 """The whole engine against transformers: stages, chunks, cached prefixes, mixed lengths, preemption, each really there.
 
 Seeded configurations run on the stages of one process; the real actors are tested in `tests/ray/test_parity_ray.py`.
-Settings do not depend on the family, whose layers are compared in test_models_hf.py: one family has more of them. With
-TEST_SIZES=all the others have as many.
+Settings do not depend on the family, whose layers are compared in test_models_hf.py: CI has one that is dense, with
+more of them, and one with experts. With TEST_SIZES=all there are all families, with as many each.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 
 import pytest
 from exactness import ExactComparison
 from hf_models import FAMILIES, make_checkpoint
+from sizes import IS_FULL
 
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
@@ -21,10 +21,10 @@ from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 
-IS_FULL = os.environ.get("TEST_SIZES") == "all"
 # Every number of stages with too few blocks, of which two keep prefixes; one family has them with many blocks, too.
 FEW = range(16) if IS_FULL else range(4, 8)
 SEEDS = {family: FEW for family in FAMILIES} | {"qwen3": range(16 if IS_FULL else 8)}
+IN_CI = ("qwen3", "qwen3_moe")
 NUM_NEW_TOKENS = 32
 
 
@@ -54,7 +54,9 @@ def _prompts(rng: random.Random, vocab_size: int) -> list[list[int]]:
     return prompts + [shared + [rng.randrange(vocab_size) for _ in range(rng.randint(1, 9))] for _ in range(3)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES]
+)
 def test_greedy_tokens_equal_transformers(family, tmp_path_factory):
     comparison, met = ExactComparison(), Counter()
     for seed in SEEDS[family]:

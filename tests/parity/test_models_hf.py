@@ -11,10 +11,11 @@ import pytest
 import torch
 from hf_models import EXPERT_FAMILIES, FAMILIES, hf_greedy, hf_logits, make_checkpoint
 from paged_runner import PagedRunner
+from sizes import sized
 
 from raypp.models.config import load_model_config
 
-SEEDS = range(20)
+SEEDS = range(sized(7, 20))  # seven have every form of rotation and files, and stages
 TOLERANCE = 1e-4
 
 
@@ -97,6 +98,7 @@ def test_decode_of_several_tokens_equals_one_by_one(checkpoints, family, query_l
             )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpoints_are_worth_comparing_with(checkpoints, family):
     """Distinct configurations with every feature, and continuations that neither repeat one token nor hang on ties."""

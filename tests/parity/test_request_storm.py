@@ -23,7 +23,7 @@ from raypp.models.registry import resolve_model_path
 from raypp.testing import launch_in_threads
 from raypp.types import CompletionOutput, RequestOutput, SamplingParams
 
-NUM_REQUESTS = int(os.environ.get("STORM_REQUESTS", "48"))
+NUM_REQUESTS = int(os.environ.get("STORM_REQUESTS", "24"))
 MAX_MODEL_LEN = 160
 STORMY = {
     "num_stages": 3,

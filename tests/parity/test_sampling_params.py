@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from exactness import TIE_GAP
 from hf_models import FAMILIES, hf_logits, make_checkpoint
 from sampling_reference import Case, end_token_ids, reference_scores
+from sizes import sized
 
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import EnginePlan, plan_engine
@@ -19,7 +20,8 @@ from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 
-NUM_NEW_TOKENS = 24
+NUM_NEW_TOKENS = sized(12, 24)
+SEEDS = sized((1, 2, 3), range(len(FAMILIES)))  # each has a family, and as many stages
 EOS = 1
 
 
@@ -136,8 +138,8 @@ def _run(engine: LocalEngine, cases: list[Case]) -> list[list[int]]:
 def test_every_parameter_does_what_transformers_processors_do(tmp_path_factory):
     """On a model of each family, each with other settings: what is sampled depends on logits alone."""
     comparison, num_preemptions, num_accepted = Comparison(), 0, 0
-    for seed, family in enumerate(FAMILIES):
-        num_stages = 1 + seed
+    for seed in SEEDS:
+        family, num_stages = FAMILIES[seed], 1 + seed
         path = make_checkpoint(family, seed, tmp_path_factory.mktemp(f"{family}-{seed}"), min_layers=num_stages)
         plan = _plan(path, seed, num_stages)
         cases = _cases(plan.model.vocab_size, seed)
@@ -161,9 +163,9 @@ def test_the_batch_does_not_change_a_requests_tokens(tmp_path):
     plan = _plan(path, 0, num_stages=3)
     cases = list(_cases(plan.model.vocab_size, 3).values())
     together = _run(LocalEngine(plan), cases)
-    for index in range(0, len(cases), 4):
+    for index in range(0, len(cases), sized(9, 4)):
         assert _run(LocalEngine(plan), [cases[index]]) == [together[index]]
     rng = random.Random(0)
-    for _ in range(2):
+    for _ in range(sized(1, 2)):
         order = rng.sample(range(len(cases)), rng.randint(2, len(cases)))
         assert _run(LocalEngine(plan), [cases[i] for i in order]) == [together[i] for i in order]

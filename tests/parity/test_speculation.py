@@ -11,7 +11,6 @@ So do, by default, those whose number of drafts is chosen by the engine.
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 from eagle_reference import make_head
 from exactness import TIE_GAP
 from hf_models import FAMILIES, hf_logits, make_checkpoint
+from sizes import IS_FULL
 
 from raypp.config.engine_config import EngineConfig
 from raypp.ops.sample.token_choice import gumbel_noise, mask_truncated
@@ -35,7 +35,6 @@ from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 
 NUM_TOKENS = 28
-TESTS_ALL = os.environ.get("TEST_SIZES") == "all"
 CHECKPOINT_SEEDS = {"qwen3": 4, "qwen2": 4, "llama": 16, "qwen3_moe": 0, "mixtral": 12}
 """Of float32, and text that repeats itself; experts: the best 2 of 3, and the best 6 of 60."""
 MIN_REPEATS = 0.05  # of less, cells that draft seldom may accept nothing
@@ -140,7 +139,7 @@ class Comparison:
             self.num_excused += 1
 
 
-IN_CI = ("qwen3", "qwen3_moe")  # dense, and with experts: drafts know nothing else of a family
+IN_CI = ("qwen3",)  # drafts know nothing of a family
 
 
 @pytest.fixture(
@@ -159,8 +158,8 @@ def family(request, tmp_path_factory) -> Comparison:
 
 def drafts_of_cell(family: str, num_stages: int) -> list[int | None]:
     turn = FAMILIES.index(family) + num_stages
-    fixed = [count for count in range(1, 9) if TESTS_ALL or count % 8 == (2 * turn + num_stages) % 8]
-    return [*fixed, None] if TESTS_ALL or turn % len(FAMILIES) == 0 else [*fixed]
+    fixed = [count for count in range(1, 9) if IS_FULL or count % 8 == (2 * turn + num_stages) % 8]
+    return [*fixed, None] if IS_FULL or turn % len(FAMILIES) == 0 else [*fixed]
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
@@ -190,7 +189,7 @@ def test_text_is_the_same_with_any_number_of_drafts(family, num_stages):
     print(f"\n{family.num_tokens} tokens equal to those without drafts, {family.num_excused} near-ties excused; {met}")
     assert family.num_excused <= max(1, family.num_tokens // 1000)
     for what in ("preempted", "chunked", "missed"):
-        assert met[what] >= 1 + TESTS_ALL, f"{what} was met only {met[what]} times"
+        assert met[what] >= 1 + IS_FULL, f"{what} was met only {met[what]} times"
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
@@ -199,7 +198,7 @@ def test_text_is_the_same_with_a_head(family, num_stages, tmp_path):
     met: Counter[str] = Counter()
     cells = [(method, count) for method in ("eagle", "eagle3", "auto") for count in (*range(1, 9), None)]
     turn = FAMILIES.index(family.family)
-    if TESTS_ALL:
+    if IS_FULL:
         cells = cells[(turn + num_stages) % len(FAMILIES) :: len(FAMILIES)]
     else:  # one of them that drafts for certain, another for each family and number of stages
         cells = [cell for cell in cells if cell[1] is not None]
@@ -225,7 +224,7 @@ def test_text_is_the_same_with_a_head(family, num_stages, tmp_path):
         met["preempted"] += stats.num_preemptions > 0
     print(f"\n{num_stages} stages, {len(cells)} cells, {family.num_excused} near-ties excused; {dict(met)}")
     assert family.num_excused <= max(1, family.num_tokens // 1000)
-    if TESTS_ALL:  # of one cell's drafts none may be right: heads are random; `tiny`'s, in test_tiny_eagle.py, is not
+    if IS_FULL:  # of one cell's drafts none may be right: heads are random; `tiny`'s, in test_tiny_eagle.py, is not
         assert met["accepted"] > 0
 
 

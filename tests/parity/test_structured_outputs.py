@@ -160,8 +160,11 @@ def every_kind_of_params() -> list[SamplingParams]:
     "settings",
     [
         {"num_stages": 4, "num_kv_blocks": 30, "max_model_len": 400, "block_size": 16, **NGRAM},
-        {"num_stages": 2, "mode": "full", **NGRAM},
-        {"num_stages": 2, "num_kv_blocks": 30, "max_model_len": 400, "mask_lateness": random.Random(3)},
+        pytest.param({"num_stages": 2, "mode": "full", **NGRAM}, marks=pytest.mark.full),
+        pytest.param(
+            {"num_stages": 2, "num_kv_blocks": 30, "max_model_len": 400, "mask_lateness": random.Random(3)},
+            marks=pytest.mark.full,
+        ),
         {"num_stages": 2, "mode": "full", "mask_lateness": random.Random(4), "speculative": HEAD},
     ],
     ids=["preemption", "recorded", "late masks and preemption", "a head and late masks"],
@@ -182,6 +185,7 @@ def plain() -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
+@pytest.mark.full
 def test_late_masks_cost_steps_and_change_nothing() -> None:
     free = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)  # with it, nobody waits for a mask
     names = ("extraction", "tuple", "matrix")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sizes import sized
 from test_scheduler_replay import Drive, drive, limits, scarce_limits
 
 from raypp.errors import RequestError
@@ -136,7 +137,7 @@ def with_room(limits: SchedulerLimits, max_item_tokens: int) -> SchedulerLimits:
     return SchedulerLimits(**(values | {"max_item_tokens": max_item_tokens}))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=sized(30, 60), deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(limits(), st.integers(2, 14), st.integers(0, 2**32), st.integers(1, 120))
 def test_plans_read_only_what_the_first_stage_has(limits, max_item_tokens, seed, num_actions):
     drive(with_room(limits, max_item_tokens), seed, num_actions, ItemDrive)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from replay_stage import VOCAB_SIZE, PlanWatcher, ReplayStage, reference_output
+from sizes import sized
 
 from raypp.messages import BlockGroup, StepResult, TokenLogprobs
 from raypp.prompt_items import PromptItems
@@ -275,7 +276,7 @@ def drive(limits: SchedulerLimits, seed: int, num_actions: int, kind: type[Drive
     return run
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=sized(60, 120), deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(limits(), st.integers(0, 2**32), st.integers(1, 120))
 def test_every_token_is_computed_from_the_right_history(limits, seed, num_actions):
     drive(limits, seed, num_actions)

@@ -1,10 +1,11 @@
-"""What an engine may not leave behind: processes, shared memory, listening ports, files in the temporary folder."""
+"""What an engine may not leave behind: processes, shared memory, files in the temporary folder."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 TEST_RUN = "TEST_RUN_OF_RAY"
@@ -32,15 +33,23 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-def listening_ports() -> set[int]:
-    """Return the TCP ports that anyone listens on."""
-    ports = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":
-                ports.add(int(fields[1].rsplit(":", 1)[1], 16))
-    return ports
+def unused_shared_memory() -> set[str]:
+    """Return the names in /dev/shm that no process has mapped: a test beside this one may use others."""
+    mapped = set()
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            mapped |= {line.rpartition("/dev/shm/")[2] for line in path.read_text().splitlines() if "/dev/shm/" in line}
+    return shared_memory() - mapped
+
+
+def processes_with(variable: str, value: str) -> set[int]:
+    """Return the processes that have inherited an environment variable; no port is listened on without one."""
+    found, wanted = set(), f"{variable}={value}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if wanted in path.read_bytes().split(b"\0"):
+                found.add(int(path.parent.name))
+    return {pid for pid in found if is_alive(pid)}
 
 
 def meeting_places(folder: Path) -> list[str]:

@@ -40,11 +40,11 @@ BAD_LINES = ["no JSON", '{"custom_id": "line-0", "prompt": "again"}', '{"custom_
 NUM_LONG_LINES = int(os.environ.get("TEST_BATCH_LINES", "600"))
 MAX_MEMORY_MB = 500
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_data_parquet.py"
-NUM_KILLS = int(os.environ.get("TEST_BATCH_KILLS", "4"))
+NUM_KILLS = int(os.environ.get("TEST_BATCH_KILLS", "2"))
 IS_SHORT = NUM_KILLS <= 4
 NUM_LINES = 160 if IS_SHORT else 300
 MAX_TOKENS = 8 if IS_SHORT else 2 * NUM_KILLS  # so that a long campaign does not outlive its job
-KINDS = ("stop", "job", "stage", "driver")
+KINDS = ("job", "stage", "stop", "driver")
 SEED = 20261121
 
 

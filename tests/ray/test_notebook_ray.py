@@ -18,6 +18,7 @@ from run_notebook import pictures, run_notebook
 pytestmark = pytest.mark.ray
 
 
+@pytest.mark.full
 def test_the_notebook_runs_and_draws(local_ray, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     notebook = run_notebook()

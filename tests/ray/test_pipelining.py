@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from machine_speed import slowness
+from sizes import sized
 
 from raypp import LLM, SamplingParams, bubble_fraction
 from raypp.testing import FakeStage
@@ -17,13 +18,14 @@ pytestmark = pytest.mark.ray
 
 NUM_STAGES = 4
 NUM_STEPS = 100
-MAX_BUBBLE = 0.25
-"""What a pipeline that waits where it need not exceeds. The aim is 0.10, see benchmarks/pipeline_bubble.py."""
+MAX_BUBBLE = sized(0.5, 0.25)
+"""What a pipeline that waits where it need not exceeds: on a machine of its own, as in soak, 0.25. In CI other tests
+run beside it, and make bubbles. The aim is 0.10, see benchmarks/pipeline_bubble.py."""
 STEP_MS = 5.0
 """Of an ordinary machine; where the driver takes longer for a step, stages do, too."""
 QUICK = 1.35
 """A burst that takes no longer than this many times its steps, to the driver and back, has hardly any bubbles."""
-DEADLINE_S = 30.0
+DEADLINE_S = sized(5.0, 30.0)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.full]
 
 ROOT = Path(__file__).parents[2]
 AGENT_S = 25  # a raylet (Ray 2.60.0) waits 15 s for the port of each

@@ -16,16 +16,33 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 900
 FULL: dict[str, dict[str, str]] = {
+    "tests/clients/test_recorded_clients.py": {"TEST_SIZES": "all"},
     "tests/parity/test_speculation.py": {"TEST_SIZES": "all"},
     "tests/parity/test_engine_hf.py": {"TEST_SIZES": "all"},
-    "tests/parity/test_handed_over.py": {"TEST_HANDED_OVER": "20"},
+    "tests/parity/test_models_hf.py": {"TEST_SIZES": "all"},
+    "tests/parity/test_vision_hf.py": {"TEST_SIZES": "all"},
+    "tests/parity/test_sampling_params.py": {"TEST_SIZES": "all"},
+    "tests/parity/test_tiny_eagle.py": {"TEST_SIZES": "all"},
+    "tests/parity/test_cpu_kv.py": {"TEST_SIZES": "all"},
+    "tests/parity/test_structured_outputs.py": {"TEST_SIZES": "all"},
+    "tests/parity/test_handed_over.py": {"TEST_HANDED_OVER": "20", "TEST_SIZES": "all"},
     "tests/parity/test_request_storm.py": {"STORM_REQUESTS": "400"},
     "tests/parity/test_sampled_text.py": {"SAMPLED_TEXT_DRAWS": "20000"},
+    "tests/unit/serve_app/test_hostile_client.py": {"TEST_SIZES": "all"},
+    "tests/unit/serve_app/test_page.py": {"TEST_SIZES": "all"},
     "tests/unit/serve_app/test_openapi.py": {"TEST_SCHEMA_EXAMPLES": "100"},
     "tests/unit/graphs/test_same_bits.py": {"TEST_GRAPH_SEEDS": "12"},
     "tests/unit/ops/test_kernels.py": {"TEST_SIZES": "all"},
     "tests/unit/ops/test_kernels_compile.py": {"TEST_SIZES": "all"},
+    "tests/unit/ops/test_quantized_models.py": {"TEST_SIZES": "all"},
+    "tests/properties/test_items_replay.py": {"TEST_SIZES": "all"},
+    "tests/properties/test_scheduler_replay.py": {"TEST_SIZES": "all"},
+    "tests/unit/driver/test_not_finite.py": {"TEST_SIZES": "all"},
     "tests/unit/specdec/test_verify.py": {"TEST_SIZES": "all"},
+    "tests/unit/stage/test_recorded_decode.py": {"TEST_SIZES": "all"},
+    "tests/unit/stage/test_recorded_needs.py": {"TEST_SIZES": "all"},
+    "tests/unit/stage/test_sampler.py": {"TEST_SIZES": "all"},
+    "tests/unit/stage/test_speculation_ends.py": {"TEST_SIZES": "all"},
     "tests/unit/stage/test_step_sizes.py": {"TEST_SIZES": "all"},
     "tests/unit/test_dry_cuda.py": {"TEST_SIZES": "all"},
     "tests/unit/test_pytest_limits.py": {"TEST_SIZES": "all"},
@@ -33,13 +50,17 @@ FULL: dict[str, dict[str, str]] = {
     "tests/ray/test_encoders_ray.py": {"TEST_SIZES": "all"},
     "tests/ray/test_faults.py": {"FAULT_KILLS": "8", "TEST_SIZES": "all"},
     "tests/ray/test_parity_ray.py": {"TEST_SIZES": "all"},
+    "tests/ray/test_leftovers.py": {"TEST_SIZES": "all"},
+    "tests/ray/test_notebook_ray.py": {"TEST_SIZES": "all"},
+    "tests/ray/test_pipelining.py": {"TEST_SIZES": "all"},
+    "tests/ray/test_slow_agents.py": {"TEST_SIZES": "all"},
     "tests/ray/test_restarts.py": {"RESTART_KILLS": "12"},
     "tests/ray/test_cluster.py": {"FAULT_NODES": "1"},
     "tests/ray/test_batch.py": {"TEST_BATCH_LINES": "3000", "TEST_BATCH_KILLS": "8", "TEST_SIZES": "all"},
 }
 
 
-_PART_OF = {"parity": "models", "ray": "chaos", "unit": "sizes"}
+_PART_OF = {"clients": "clients", "parity": "models", "properties": "sizes", "ray": "chaos", "unit": "sizes"}
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,25 @@ def test_processor_time_is_that_of_its_own_process(tmp_path: Path) -> None:
     text = "import threading\ndef test_works():\n    while True: pass\ndef test_after(): pass\n"
     (tmp_path / "test_one.py").write_text(text)
     said = run(
-        tmp_path, "-o", "faulthandler_timeout=20", "-o", "faulthandler_exit_on_timeout=false", "-k", "after or works"
+        tmp_path, "-o", "faulthandler_timeout=8", "-o", "faulthandler_exit_on_timeout=false", "-k", "after or works"
     )
     assert "1 failed, 1 passed" in said
     assert "no end within" in said
+
+
+def test_one_worker_runs_folders_that_share_one_and_its_successor_the_rest(tmp_path: Path) -> None:
+    note = 'Path("{0}.worker").write_text(os.environ["PYTEST_XDIST_WORKER"])'
+    test = f"def test_{{0}}(): {note}\n"
+    head = "import os\nfrom pathlib import Path\n"
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    ends = "def test_ends(): os._exit(1)\n"
+    (tmp_path / "a/test_a.py").write_text(head + test.format("first") + ends + test.format("rest"))
+    (tmp_path / "b/test_b.py").write_text(head + test.format("shared") + test.format("shared_too"))
+    for index in range(4):
+        (tmp_path / f"test_z{index}.py").write_text(head + test.format(f"z{index}"))
+    said = run(tmp_path, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-o", "one_process=a b")
+    assert "1 failed, 8 passed" in said, said
+    assert re.search(r"^FAILED a/test_a.py::test_ends - worker 'gw\d' crashed", said, re.MULTILINE), said
+    workers = {path.stem: path.read_text() for path in tmp_path.glob("*.worker")}
+    assert workers["first"] != workers["rest"] == workers["shared"] == workers["shared_too"]

@@ -11,6 +11,8 @@ import torch
 from dry_report import VARIANTS, count
 from dry_tensor import DryTensor, current_tape
 
+from tools.quick_interpreter import make_quick
+
 _COMPUTED = frozenset({"_decode_inputs", "_hold", "_propose", "_verify"})
 """Kernels that run, in the interpreter: a driver hears how many tokens rows have, and others read what they write."""
 _UNSPECIALIZED: dict[str, frozenset[str]] = {}
@@ -20,6 +22,7 @@ _LOCK = threading.RLock()  # the interpreter is one for all threads
 
 def install(interpreter: ModuleType) -> None:
     """Change Triton's interpreter."""
+    make_quick(interpreter)
     executor = interpreter.GridExecutor
     execute = executor.__call__
 

@@ -269,9 +269,9 @@ def test_what_is_told_of_an_engine_that_is_started_again(make_engine: MakeEngine
             told = stats["recoveries"]
             assert (told["count"], told["num_carried_over"]) == (1, 1)
             last = told["last"]
-            assert 0.02 < told["paused_s"] == last["paused_s"] < 10
+            assert 0.02 < told["paused_s"] == last["paused_s"] < 60
             assert (last["died"], last["notice_s"], last["end_s"], last["start_s"]) == ("stage 1", 0.1, 0.2, 0.3)
-            assert 0 <= last["hand_over_s"] < 1
+            assert 0 <= last["hand_over_s"] <= last["paused_s"]
 
     run(body())
 
@@ -455,13 +455,17 @@ def test_a_silent_driver_is_reported_and_its_requests_go_on(make_engine: MakeEng
     run(body())
 
 
-def test_a_connection_to_a_dead_driver_is_closed_without_waiting(tmp_path: Path) -> None:
+def test_a_connection_to_a_dead_driver_is_closed_without_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raypp.api.engine_connection._LINGER_MS", 60_000)
+
     async def body() -> None:
         client = EngineClient(f"ipc://{tmp_path}/nobody", lambda _: None)
         client.send(StatsCall(1))
         started_s = time.monotonic()
         client.close(delivers=False)
-        assert time.monotonic() - started_s < 0.1, "all streams of the loop would stand still"
+        assert time.monotonic() - started_s < 30, "all streams of the loop would stand still"
 
     run(body())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 
 import pytest
 from arrivals import RequestTimes, Turn, check_num_tokens, percentile, run_arrivals, summarize
@@ -54,10 +55,13 @@ def test_a_turn_begins_with_all_that_was_said():
         yield [7] * num_tokens
 
     turns = [Turn([1, 2], 1), Turn([3], 2), Turn([4], 1)]
+    started_s = time.perf_counter()
     times = asyncio.run(run_arrivals(stream, [turns], float("inf"), random.Random(1)))
+    took_s = time.perf_counter() - started_s
     assert sent == [[1, 2], [1, 2, 7, 3], [1, 2, 7, 3, 7, 7, 4]]
     assert [request.num_tokens for request in times] == [1, 2, 1]
-    assert all(0.002 <= request.e2e_s < 0.5 for request in times), "a turn is due when the one before was answered"
+    assert all(request.e2e_s >= 0.002 for request in times)
+    assert sum(request.e2e_s for request in times) <= took_s, "a turn is due when the one before was answered"
 
 
 def test_what_was_not_streamed_has_no_times_between_pieces():

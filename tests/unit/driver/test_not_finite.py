@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from op_tape import tape_graphs
+from sizes import sized
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import NonFiniteLogitsError
@@ -43,8 +45,9 @@ def _outputs(make_graphs: Any = None, **settings: Any) -> tuple[list[list[int]],
     return [request.output_token_ids for request in requests], errors
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("failing", "bad"), sized([(0, torch.nan), (2, torch.inf)], list(product((0, 1, 2), (torch.nan, torch.inf))))
+)
 @pytest.mark.parametrize(
     ("make_graphs", "settings"),
     [

@@ -150,6 +150,11 @@ class Rig:
             assert time.monotonic() < ends
             time.sleep(0.01)
 
+    def wait_until_connected(self, stage_index: int) -> None:
+        """Wait for a heartbeat: before a stage's connection is made, it takes no plan, as if its queue were full."""
+        stage, since = self.stages[stage_index], time.monotonic()
+        self.wait_for(lambda: stage.receive(0.0) is None and stage.silence_s < time.monotonic() - since)
+
     def client(self) -> Client:
         return Client(self.context, self.address)
 
@@ -370,6 +375,7 @@ def test_a_death_is_told_at_once_while_a_plan_waits_for_the_dead_stage(make_rig)
     rig = make_rig()
     client = rig.client()
     client.next(Alive)
+    rig.wait_until_connected(1)
     rig.stages[0].close()
     client.add("a")
     assert isinstance(rig.stages[1].receive(DEADLINE_S), memoryview)  # so it is stage 0 that is waited for

@@ -6,10 +6,14 @@ A process of its own: a driver that only pretends to have a device takes the pla
 without running. The compiler and the assembler are those that a GPU's host has too. Products compile for some numbers
 of rows; with TEST_SIZES=all for all that have kernels of their own, of experts and quantized weights, too, and
 attention for 16 drafts.
+
+KNOWN, a file, has the digests of what soak compiled for this capability: of those nothing is compiled, and no more is
+printed than their names.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -69,6 +73,7 @@ DEVICE = Device(
 )
 BF16 = torch.bfloat16
 IS_FULL = os.environ.get("TEST_SIZES") == "all"
+KNOWN = frozenset(Path(os.environ["KNOWN"]).read_text().split()) if "KNOWN" in os.environ else frozenset()
 
 
 def numbers_of_rows(some: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
@@ -99,12 +104,29 @@ def compile_instead_of_launching() -> list[Any]:
 
     def __getitem__(kernel: Any, grid: Any) -> Any:  # noqa: N807
         def launch(*args: Any, **kwargs: Any) -> None:
-            compiled.append((kernel.__name__, kernel.run(*args, grid=grid, warmup=True, **kwargs)))
+            digest = digest_of(kernel, args, kwargs)
+            result = None if digest in KNOWN else kernel.run(*args, grid=grid, warmup=True, **kwargs)
+            compiled.append((kernel.__name__, digest, result))
 
         return launch
 
     JITFunction.__getitem__ = __getitem__
     return compiled
+
+
+def digest_of(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return a digest of all that decides what is compiled: the compiler, sources, types, constants and settings."""
+    launched = kernel.cache_key, [described(arg) for arg in args], sorted((k, described(v)) for k, v in kwargs.items())
+    return hashlib.sha256(repr((triton.__version__, CAPABILITY, launched)).encode()).hexdigest()[:16]
+
+
+def described(arg: Any) -> str:
+    """Return what the compiler knows of an argument, and maybe more."""
+    if isinstance(arg, torch.Tensor):
+        return f"{arg.dtype} {arg.data_ptr() % 16}"
+    if isinstance(arg, tuple):
+        return f"{type(arg).__name__}({', '.join(map(described, arg))})"
+    return str(getattr(arg, "cache_key", arg))
 
 
 def resources(kernel: Any) -> dict[str, int]:
@@ -365,7 +387,8 @@ def attend(
     q = torch.zeros(32 * query_len, num_heads, head_dim, dtype=BF16)
     lens, tables = torch.ones(32, dtype=torch.int32), torch.zeros(32, 64, dtype=torch.int32)
     cache = torch.zeros(2, 3, num_kv_heads, 16, head_dim, dtype=dtype)
-    decode(q, LayerCache(*cache), lens, tables, query_len, Heads(num_heads, num_kv_heads, head_dim), torch.empty_like(q))
+    kind = Heads(num_heads, num_kv_heads, head_dim)
+    decode(q, LayerCache(*cache), lens, tables, query_len, kind, torch.empty_like(q))
 
 
 KINDS = (
@@ -408,14 +431,18 @@ def call_kinds(workspace: Workspace) -> None:
 def main() -> None:
     """Compile, and print a list of kernels."""
     compiled = compile_instead_of_launching()
-    described = []
+    found = []
     in_full = [[call_all, call_experts, call_quantized], [call_wide, call_kinds], [call_widest]]
     for width, calls in enumerate(in_full if IS_FULL else [[call_all, call_kinds]]):
         for call in calls:
             call(Workspace(CPU))
-        described += [{"kernel": name, "width": width} | resources(kernel) for name, kernel in compiled]
+        found += [
+            {"kernel": name, "digest": digest, "width": width, "is_known": kernel is None}
+            | (resources(kernel) if kernel is not None else {})
+            for name, digest, kernel in compiled
+        ]
         compiled.clear()
-    print(json.dumps(described))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

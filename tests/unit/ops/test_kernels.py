@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import kernel_checks as checks
 import reference_ops as reference
 import torch
+from sizes import sized
 
 from raypp.errors import ConfigError
 from raypp.ops.backend import Routing
@@ -134,11 +135,18 @@ def test_heads_of_a_vision_tower(num_patches, num_heads, head_dim):
     checks.check_vision_heads(EXACT, num_patches, num_heads, head_dim)
 
 
-@pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize(
-    "tuning",
-    [None, full(DecodeTuning(1, 16)), DecodeTuning(2, 32), full(DecodeTuning(8, 16))],
-    ids=["chosen", "1", "2", "8"],
+    ("tuning", "query_len"),
+    [
+        (None, 1),
+        full(None, 3),
+        full(DecodeTuning(1, 16), 1),
+        full(DecodeTuning(1, 16), 3),
+        full(DecodeTuning(2, 32), 1),
+        (DecodeTuning(2, 32), 3),
+        full(DecodeTuning(8, 16), 1),
+        full(DecodeTuning(8, 16), 3),
+    ],
 )
 def test_decode(query_len, tuning):
     checks.check_decode(EXACT, [33, query_len, 70, 16, 17], query_len, 4, 2, 16, tuning, block_size=8)
@@ -217,8 +225,7 @@ def test_lengths_past_the_table_are_cut():
     checks.check_cut_lengths(EXACT)
 
 
-@pytest.mark.parametrize("has_norm", [True, False])
-@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize(("query_len", "has_norm"), [(1, True), full(1, False), full(3, True), (3, False)])
 def test_decode_from_projection(query_len, has_norm):
     seq_lens = [33, query_len, 70, 16, 17]  # one has no context yet
     checks.check_fused_decode(EXACT, seq_lens, query_len, 4, 2, 16, has_norm, DecodeTuning(4, 16))
@@ -241,7 +248,7 @@ def test_row_inputs(num_rows, query_len, num_entries, width, has_prompts):
         checks.check_row_inputs(*sizes, has_prompts=has_prompts, num_groups=num_groups)
 
 
-@pytest.mark.parametrize("num_rows", [full(1), 3, 17])
+@pytest.mark.parametrize("num_rows", [full(1), 3, full(17)])  # more rows are in the tests that follow
 def test_projections(num_rows):
     for has_norm, is_gated, has_bias, has_residual, has_8_bits in itertools.product((False, True), repeat=5):
         if not ((is_gated and has_residual) or (has_norm and num_rows > FEW_ROWS)):
@@ -268,7 +275,7 @@ def test_projections_of_8_bits_in_8_bits(reads):
         )
 
 
-@pytest.mark.parametrize("num_inputs", [32, full(64), 80, full(200)])
+@pytest.mark.parametrize("num_inputs", [full(32), full(64), 80, full(200)])
 def test_projections_of_uneven_pieces(num_inputs):
     checks.check_projection(EXACT, 1, 24, num_inputs, Tuning(4, 128), has_norm=True)
     checks.check_projection(EXACT, 1, 24, num_inputs, Tuning(4, 64, num_stages=1), has_residual=True)
@@ -284,12 +291,12 @@ def test_in_8_bits_some_rows_are_rounded_and_many_are_not():
 
 
 QUANTIZED = [
-    ("fp8", (1, 0)),
+    full("fp8", (1, 0)),  # as in test_quantized_models.py
     ("fp8", (32, 32)),
     full("fp8", (1, 32)),
     ("int4", (1, 32)),
     full("int4", (1, 64)),
-    ("int4", (1, 0)),
+    full("int4", (1, 0)),  # as those of many rows
 ]
 
 
@@ -394,7 +401,7 @@ def test_quantized_tokens(size, block):
 
 
 def test_lm_head():
-    checks.check_lm_head(EXACT, 48, 64, (0, 1, 2, 3, checks.MAX_ROWS + 1))
+    checks.check_lm_head(EXACT, 48, 64, sized((0, 1, 3, checks.MAX_ROWS + 1), (0, 1, 2, 3, checks.MAX_ROWS + 1)))
 
 
 @pytest.mark.parametrize(
@@ -438,19 +445,26 @@ def test_experts(num_tokens, shape, cut):
     checks.check_experts(EXACT, num_tokens, shape, cut)
 
 
-@pytest.mark.parametrize("cut", [FEW, TILES], ids=["few", "tiles"])
+EXPERTS_IN_FEWER_BITS = (
+    (("fp8", "fp8"), ((128, 128), (128, 128)), False),
+    (("fp8", "fp8"), ((1, 160), (1, 192)), False),  # a scale per output
+    (("int4", "int4"), ((1, 32), (1, 64)), True),
+    (("int4", "int4"), ((1, 160), (1, 128)), False),
+    (("plain", "fp8"), ((1, 1), (192, 192)), False),
+    (("fp8", "int4"), ((40, 32), (1, 32)), False),  # the first is widened
+)
+EXPERTS_IN_CI = ((TILES, EXPERTS_IN_FEWER_BITS[0]), (FEW, EXPERTS_IN_FEWER_BITS[3]))
+
+
 @pytest.mark.parametrize(
-    ("kinds", "blocks", "has_zero"),
+    ("cut", "kinds", "blocks", "has_zero"),
     [
-        (("fp8", "fp8"), ((128, 128), (128, 128)), False),
-        full(("fp8", "fp8"), ((1, 160), (1, 192)), False),  # a scale per output
-        full(("int4", "int4"), ((1, 32), (1, 64)), True),
-        (("int4", "int4"), ((1, 160), (1, 128)), False),
-        full(("plain", "fp8"), ((1, 1), (192, 192)), False),
-        full(("fp8", "int4"), ((40, 32), (1, 32)), False),  # the first is widened
+        pytest.param(cut, *values, marks=[] if (cut, values) in EXPERTS_IN_CI else pytest.mark.full)
+        for cut in (FEW, TILES)
+        for values in EXPERTS_IN_FEWER_BITS
     ],
 )
-def test_experts_in_fewer_bits(kinds, blocks, has_zero, cut):
+def test_experts_in_fewer_bits(cut, kinds, blocks, has_zero):
     cut = replace(cut, gate_up=Tuning(32, 32), down=Tuning(32, 16))
     checks.check_experts(EXACT, 2, ExpertShape(160, 192, 3, 2, kinds), cut, blocks=blocks, has_zero=has_zero)
 
@@ -463,7 +477,7 @@ def test_products_of_no_rows():
     checks.check_products_of_no_rows(EXACT)
 
 
-@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 100), full(5, 5000), (3, 9001)])
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 100), full(5, 5000), full(3, 9001), (2, 4500)])
 def test_sampling(num_rows, vocab_size):
     checks.check_sampling(EXACT, num_rows, vocab_size)
 
@@ -473,7 +487,7 @@ def test_logprobs(num_rows, vocab_size):
     checks.check_logprobs(num_rows, vocab_size)
 
 
-@pytest.mark.parametrize(("num_rows", "num_drafts", "vocab_size"), [(4, 0, 300), (3, 2, 9000)])
+@pytest.mark.parametrize(("num_rows", "num_drafts", "vocab_size"), [(4, 0, 300), full(3, 2, 9000), (2, 1, 4500)])
 def test_adjusted_logits(num_rows, num_drafts, vocab_size):
     checks.check_adjust(num_rows, num_drafts, vocab_size)
 

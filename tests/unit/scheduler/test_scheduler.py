@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
+from functools import partial
 
 import numpy as np
 import pytest
 from drive import Pipeline, make_limits, make_request, make_result
+from relative_cost import relative_cost
 
 from raypp.errors import RequestError
 from raypp.messages import NO_STEP, StepResult
@@ -474,25 +475,30 @@ def test_results_out_of_order_are_our_bug():
         pipeline.scheduler.update(make_result(second))
 
 
-@pytest.mark.parametrize(("num_requests", "most_us"), [(256, 600), (1, 60)])
-def test_a_step_costs_the_driver_little(num_requests, most_us):
-    """The least of many measurements: what else the machine does must not count."""
+@pytest.mark.parametrize(("num_requests", "most"), [(256, 2.7), (1, 0.22)])
+def test_a_step_costs_the_driver_little(num_requests, most):
     limits = make_limits(
         max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=1024, block_size=16, num_blocks=20_000
     )
     scheduler = Scheduler(limits)
     for i in range(num_requests):
         scheduler.add(make_request(str(i), 8, max_tokens=1000))
-    plans, costs_us = [], []
-    for _ in range(200):
-        while (plan := scheduler.schedule()) is not None:
-            plans.append(plan)
-        result = make_result(plans.pop(0))
-        started = time.perf_counter()
+    plans = []
+
+    def step(result):
         scheduler.update(result)
-        plan = scheduler.schedule()
-        costs_us.append((time.perf_counter() - started) * 1e6)
-        if plan is not None:
+        if (plan := scheduler.schedule()) is not None:
             plans.append(plan)
-    assert min(costs_us[50:]) < most_us
-    assert num_requests == 1 or len(plan.rows) == 128
+
+    def steps():
+        for index in range(400):
+            while (plan := scheduler.schedule()) is not None:
+                plans.append(plan)
+            result = make_result(plans.pop(0))
+            if index < 50:
+                step(result)  # prompts
+            else:
+                yield partial(step, result)
+
+    assert relative_cost(steps()) < most
+    assert num_requests == 1 or len(plans[-1].rows) == 128

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import aiohttp
+import pytest
 from hostile_attacks import CHAT, Attack, dripping_server, keep_sending, refused_attacks
 from running_app import RunningApp
 
@@ -20,6 +21,7 @@ async def _honest(session: aiohttp.ClientSession) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
+@pytest.mark.full
 def test_attacks_are_refused_beside_honest_requests(app: RunningApp) -> None:
     statuses: dict[str, int] = {}
     attacks: list[Attack] = []

@@ -115,6 +115,7 @@ def test_what_the_server_refuses_is_shown_and_left_out(page: Any) -> None:
     expect(page.locator("#attach")).to_be_hidden()  # the model takes none
 
 
+@pytest.mark.full
 def test_everything_can_be_seen_in_a_window_of_any_size(page: Any) -> None:
     is_cut = "(e) => e.scrollHeight > e.clientHeight && !['auto', 'scroll'].includes(getComputedStyle(e).overflowY)"
     is_on_top = """(element) => {
@@ -135,6 +136,7 @@ def test_everything_can_be_seen_in_a_window_of_any_size(page: Any) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
 
 
+@pytest.mark.full
 def test_stop_ends_the_request(browser: Any) -> None:
     from raypp.testing import FakeStage
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
+from sizes import sized
 
 from raypp.ops.sample.token_choice import mask_truncated, sample
 from raypp.specdec.draft_tables import verify_drafts
@@ -59,7 +60,7 @@ def _int32s(*values: list) -> list[torch.Tensor]:
     return [torch.tensor(value, dtype=torch.int32) for value in values]
 
 
-NUM_DRAWS = 20_000
+NUM_DRAWS = sized(6_000, 20_000)
 
 
 DISTRIBUTIONS = [
@@ -104,7 +105,7 @@ def test_the_tokens_that_are_kept_have_the_models_distribution(temperature, top_
         assert (chosen[verified.num_valid == 2, 0] == draft_id).all()
     accepted = len(kept[1]) / NUM_DRAWS
     assert accepted == pytest.approx(float(probabilities[0, draft_id]), abs=5 * (0.25 / NUM_DRAWS) ** 0.5)
-    assert len(kept[1]) > 200
+    assert len(kept[1]) > NUM_DRAWS // 100
     for position in (0, 1):
         assert _p_value(kept[position], probabilities[position]) > 1e-4
 

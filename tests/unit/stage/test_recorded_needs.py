@@ -133,7 +133,9 @@ def test_steps_without_a_recording_are_counted_with_why(monkeypatch):
     assert not noted, "nobody makes graphs here"
 
 
-@pytest.mark.parametrize("settings", [{}, SPECULATION], ids=["plain", "drafts"])
+@pytest.mark.parametrize(
+    "settings", [pytest.param({}, id="plain", marks=pytest.mark.full), pytest.param(SPECULATION, id="drafts")]
+)
 def test_rows_under_a_grammar(tails, settings):
     """Beside free rows, with masks that come late; the texts are those of the plain engine."""
     patterns = ("(ab){9,12}", "(yes|no|maybe so)( and (yes|no)){0,4}", '\\{"a": [0-9]{1,6}\\}')

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampler_plans import VOCAB_SIZE, choose, commit, sampler_of, spec, start, start_plan
 from scipy import stats
+from sizes import sized
 from transformers import TopPLogitsWarper
 
 from raypp.ops.row_tokens import StepTokens
@@ -104,7 +105,7 @@ def lengths(some_requests: list[Request]) -> list[int]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=sized(25, 80), deadline=None)
 @given(st.lists(requests(), min_size=1, max_size=6), st.integers(0, 2**32), st.integers(1, 6))
 def test_rows_with_any_parameters_share_steps(device, some_requests, seed, num_steps):
     sampler, generator = sampler_of(spec(), torch.device(device)), torch.Generator().manual_seed(seed)
@@ -138,7 +139,7 @@ def test_a_row_without_end_tokens_keeps_token_0_beside_one_that_has_some():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=sized(15, 50), deadline=None)
 @given(st.lists(requests(), min_size=1, max_size=4), st.integers(0, 2**32), st.integers(1, 5))
 def test_drafts_count_for_the_positions_after_them_alone(device, some_requests, seed, num_drafts):
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from sizes import sized
 
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
@@ -34,7 +35,7 @@ def finish(engine: LocalEngine, *requests: Request) -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
-@pytest.mark.parametrize("num_drafts", range(1, 9))
+@pytest.mark.parametrize("num_drafts", sized((1, 3, 8), range(1, 9)))
 def test_every_place_of_an_end_is_met(num_drafts, num_stages):
     engine = make_engine(num_drafts, num_stages)
     for length in range(1, num_drafts + 4):
