@@ -46,7 +46,7 @@ from raypp.driver.server import DriverServer, OpenRequests, open_client_socket, 
 from raypp.driver.stage_health import FailureReports, StageHealth
 from raypp.grammar.grammar_threads import Job
 from raypp.grammar.vocabulary import Vocabulary
-from raypp.messages import StepPlan, StepResult, pack, unpack
+from raypp.messages import BlockGroup, StepPlan, StepResult, pack, unpack
 from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.request import Request
 from raypp.scheduler.limits import SchedulerLimits
@@ -166,7 +166,7 @@ class LoadedDriver:
             max_num_batched_tokens=2048,
             max_model_len=2 * _MOST_TOKENS,
             block_size=16,
-            num_blocks=num_rows * 2 * _MOST_TOKENS // 16 + 1,
+            groups=(BlockGroup(num_rows * 2 * _MOST_TOKENS // 16 + 1),),
             enable_prefix_caching=True,
             max_item_tokens=64,
         )

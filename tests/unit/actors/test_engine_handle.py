@@ -79,7 +79,7 @@ def test_a_restart_plans_for_the_gpus_that_there_are_now(monkeypatch: pytest.Mon
         there[0] = small
         anew = handle._plan_anew(Deadline(WAIT_S))
         assert anew is not None
-        assert anew.scheduler_limits().num_usable_blocks < plan.scheduler_limits().num_usable_blocks
+        assert anew.num_blocks < plan.num_blocks
         assert handle.plan() == anew.describe()
     finally:
         handle.close()

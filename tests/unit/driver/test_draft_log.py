@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 
 from raypp.driver.engine_loop import DraftLog
+from raypp.messages import BlockGroup
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.scheduler import Scheduler
 
@@ -17,7 +18,7 @@ def test_a_line_tells_what_became_of_the_drafts_since_the_last_one(caplog):
         max_num_batched_tokens=8,
         max_model_len=8,
         block_size=4,
-        num_blocks=4,
+        groups=(BlockGroup(4),),
         enable_prefix_caching=False,
         max_drafts=2,
     )

@@ -9,7 +9,7 @@ import numpy as np
 from raypp.driver.engine_loop import Engine
 from raypp.driver.grammars import Grammars
 from raypp.grammar.vocabulary import VocabularySource
-from raypp.messages import StepPlan, StepResult
+from raypp.messages import BlockGroup, StepPlan, StepResult
 from raypp.request import Request
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.scheduler import Scheduler
@@ -51,7 +51,7 @@ def _engine(num_stages: int) -> tuple[Engine, PretendedPipeline]:
         max_num_batched_tokens=64,
         max_model_len=64,
         block_size=8,
-        num_blocks=65,
+        groups=(BlockGroup(65),),
         enable_prefix_caching=False,
         min_prefill_chunk_tokens=16,
     )

@@ -36,7 +36,7 @@ from raypp.driver.server import DriverServer, OpenRequests, open_client_socket
 from raypp.driver.stage_health import FailureReports, StageHealth, Witness
 from raypp.errors import QueueFullError, StageDiedError
 from raypp.grammar.vocabulary import VocabularySource
-from raypp.messages import NO_STEP, OutputBatch, StepPlan, StepResult, pack, unpack
+from raypp.messages import NO_STEP, BlockGroup, OutputBatch, StepPlan, StepResult, pack, unpack
 from raypp.request import Request
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.scheduler import Scheduler
@@ -110,7 +110,7 @@ class Rig:
             max_num_batched_tokens=64,
             max_model_len=64,
             block_size=8,
-            num_blocks=65,
+            groups=(BlockGroup(65),),
             enable_prefix_caching=False,
             min_prefill_chunk_tokens=16,
         )

@@ -90,7 +90,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Order:
 
 
 def copies(after_step: int, out: dict[int, int], back: dict[int, int]) -> Bytes:
-    lists = (list(out), list(out.values()), list(back), list(back.values()))
+    lists = ([0] * len(out), list(out), list(out.values()), [0] * len(back), list(back), list(back.values()))
     return pack_inside(BlockCopies(after_step, *(np.array(values, np.int32) for values in lists)))
 
 
