@@ -31,7 +31,7 @@ from traffic import Traffic, parse_traffic
 from workload import exactly, model_settings
 
 from raypp.api.timeline import Forward
-from raypp.messages import StepPlan, StepResult
+from raypp.messages import BlockGroup, StepPlan, StepResult
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.plan.cost_model import estimated_times
@@ -244,7 +244,7 @@ def main() -> None:
                 "max_num_batched_tokens": 8192,
                 "max_model_len": 4096,
                 "block_size": 16,
-                "num_blocks": 65536,
+                "groups": (BlockGroup(65536),),
                 "enable_prefix_caching": False,
             }
             begun = time.perf_counter()

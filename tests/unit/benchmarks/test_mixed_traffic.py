@@ -16,7 +16,7 @@ from traffic_page import request_table, seconds_table
 
 from raypp import AsyncLLM
 from raypp.api.timeline import Forward
-from raypp.messages import StepForm
+from raypp.messages import BlockGroup, StepForm
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.scheduler.limits import SchedulerLimits
@@ -156,7 +156,7 @@ def _simulated(text="requests=120,input=uniform:16:3000,output=uniform:16:128", 
         "max_num_batched_tokens": 8192,
         "max_model_len": 4096,
         "block_size": 16,
-        "num_blocks": 8192,
+        "groups": (BlockGroup(8192),),
         "enable_prefix_caching": False,
     }
     traffic = parse_traffic(text)
