@@ -389,11 +389,11 @@ def main() -> None:
     """Compile, and print a list of kernels."""
     compiled = compile_instead_of_launching()
     call_all(Workspace(CPU))
-    call_kinds(Workspace(CPU))
     if IS_FULL:
         call_experts(Workspace(CPU))
         call_quantized(Workspace(CPU))
     num_narrow = len(compiled)
+    call_kinds(Workspace(CPU))
     if IS_FULL:
         call_wide(Workspace(CPU))
     described = [{"kernel": name, "is_wide": False} | resources(kernel) for name, kernel in compiled]

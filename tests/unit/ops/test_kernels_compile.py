@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 STACK_OF_SINES = 32  # the reduction of very large angles keeps a table there
-MOST_SPILLED = 512  # with 16 drafts, or heads of 256
+MOST_SPILLED = 512  # with 16 drafts, or heads of 256 and more
 MOST_SPILLED_ELSEWHERE = 256  # tuned for Hopper, which has 255 registers of a thread, too, but keeps products elsewhere
 SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 NEEDS_FP8 = {"_narrow", "_quantize_tokens"}
