@@ -433,7 +433,7 @@ def main() -> None:
     compiled = compile_instead_of_launching()
     found = []
     in_full = [[call_all, call_experts, call_quantized], [call_wide, call_kinds], [call_widest]]
-    for width, calls in enumerate(in_full if IS_FULL else [[call_all, call_kinds]]):
+    for width, calls in enumerate(in_full if IS_FULL else [[call_all], [call_kinds]]):
         for call in calls:
             call(Workspace(CPU))
         found += [
