@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sizes import sized
 
 from raypp.api.tokenizer import Tokenizer
 from raypp.config.engine_config import EngineConfig
@@ -22,7 +21,7 @@ from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 
 HELD_OUT = ("argparse.py", "calendar.py", "fractions.py", "heapq.py", "queue.py", "shlex.py", "statistics.py", "csv.py")
-NUM_TOKENS = sized(40, 60)
+NUM_TOKENS = 60
 EAGLE3 = {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3}
 
 

@@ -20,6 +20,7 @@ from hf_vision import (
     picture,
     picture_prompt,
 )
+from sizes import sized
 
 from raypp.config.engine_config import EngineConfig
 from raypp.models.config import load_model_config
@@ -31,7 +32,7 @@ from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 
 NUM_CONFIGURATIONS = 12
-NUM_NEW_TOKENS = 16
+NUM_NEW_TOKENS = sized(8, 16)
 SIZES = ((40, 40), (90, 30), (17, 60), (64, 64), (33, 47), (8, 8))
 
 
