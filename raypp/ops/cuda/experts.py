@@ -137,7 +137,7 @@ def _few_down(shape: ExpertShape) -> Tuning:
 
 
 def _tiles(tile_rows: int, kind: WeightKind, device: Device, is_gated: bool) -> Tuning:
-    """Return how a product of tiles is cut: with no more stages than shared memory holds."""
+    """Return how a product of tiles is cut: into as many outputs as shared memory holds."""
     if kind == "fp8":
         tuning = Tuning(128, 128, num_warps=8 if tile_rows == 64 else 4, num_stages=3 if is_gated else 4)
     elif kind == "int4":
@@ -146,8 +146,10 @@ def _tiles(tile_rows: int, kind: WeightKind, device: Device, is_gated: bool) -> 
         tuning = Tuning(128, 64, num_warps=8, num_stages=4)
     else:
         tuning = Tuning(64, 64 if is_gated or tile_rows > 16 else 128, num_stages=4)
-    most_stages = 1 + device.shared_bytes // _stage_bytes(tile_rows, kind, tuning, is_gated)  # the last one is not kept
-    return replace(tuning, num_stages=min(tuning.num_stages, most_stages))
+    # The last stage is not kept. With fewer of them the largest tiles would spill registers (compute capability 12.0).
+    while (tuning.num_stages - 1) * _stage_bytes(tile_rows, kind, tuning, is_gated) > device.shared_bytes:
+        tuning = replace(tuning, outputs=tuning.outputs // 2)
+    return tuning
 
 
 def _stage_bytes(tile_rows: int, kind: WeightKind, tuning: Tuning, is_gated: bool) -> int:

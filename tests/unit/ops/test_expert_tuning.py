@@ -60,6 +60,7 @@ def test_every_cut_fits_the_shared_memory(shared_kib):
                 needed = experts._stage_bytes(cut.tile_rows, kind, tuning, is_gated) * (tuning.num_stages - 1)
                 assert needed <= device.shared_bytes
             assert shared_kib == 99 or cut == whole
+    assert default_cut(4096, SHAPE, device).gate_up.outputs == (64 if shared_kib == 99 else 128)
 
 
 def test_the_table_that_ships_can_be_read():

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[3]
 STACK_OF_SINES = 32  # the reduction of very large angles keeps a table there
 MOST_SPILLED = (0, 512, 1024)  # as usual; with 16 drafts, or heads of 256; see `compile_kernels.call_widest`
 MOST_SPILLED_ELSEWHERE = 256  # tuned for Hopper, which has 255 registers of a thread, too, but keeps products elsewhere
+MORE_SPILLED = {120: 2}  # times as much: the same products take more registers there
 SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 NEEDS_FP8 = {"_narrow", "_quantize_tokens"}
 IN_SOAK = {  # of experts and quantized weights
@@ -86,6 +87,7 @@ def test_kernels_compile(tmp_path: Path, capability: int) -> None:
     for kernel in kernels:
         allowed = STACK_OF_SINES if kernel["kernel"] == "_rotation_table" else MOST_SPILLED[kernel["width"]]
         allowed = allowed if capability == 90 else max(allowed, MOST_SPILLED_ELSEWHERE)
+        allowed *= MORE_SPILLED.get(capability, 1)
         assert kernel["stack_bytes"] <= allowed, kernel
         assert kernel["shared_bytes"] <= SHARED_KB[capability] << 10, kernel
         assert not kernel["refills_too_early"], kernel
