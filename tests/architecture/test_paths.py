@@ -30,17 +30,17 @@ from raypp.types import SamplingParams
 # (files, functions)
 MAX_EAGER = (25, 112)
 MAX_FULL_GRAPH = (21, 77)
-MAX_CHAT = (69, 650)  # on a slow machine some more functions run than on an idle one
+MAX_CHAT = (70, 650)  # some more run on a slow machine than on an idle one
 
 # Statements, docstrings aside. Aims: 26,300 in raypp, 2,100 in serve_app. A larger budget is a decision: say why.
 MAX_STATEMENTS = {
     "raypp": 1_280,  # modules of no package; the request, which was the scheduler's, among them
     "raypp/actors": 1_780,
-    "raypp/api": 2_340,
+    "raypp/api": 2_320,
     "raypp/batch_job": 860,
     "raypp/cli": 1_010,
     "raypp/config": 560,
-    "raypp/driver": 1_040,
+    "raypp/driver": 1_010,
     "raypp/encoder": 580,
     "raypp/grammar": 1_470,
     "raypp/graphs": 420,
@@ -55,7 +55,7 @@ MAX_STATEMENTS = {
     "raypp/supervision": 250,
     "raypp/testing": 370,
     "raypp/transport": 1_280,
-    "serve_app": 2_100,
+    "serve_app": 2_080,
 }
 
 
