@@ -18,9 +18,10 @@ import torch
 from scipy import stats
 
 from raypp.ops import vision
-from raypp.ops.attention import HeadNorm, Heads
-from raypp.ops.backend import Routing, choose_experts
+from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
+from raypp.ops.backend import KernelSet, Routing, choose_experts
 from raypp.ops.block_store import Planes, TorchBlockMover
+from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.cuda import between_products
 from raypp.ops.cuda.adjust_kernel import LogitAdjuster, remember
 from raypp.ops.cuda.between_products import narrow, silu_and_mul
@@ -378,6 +379,75 @@ def decode_step(
             table[: max(0, length - query_len + 1 - heads.window) // block_size] = 0
     q = kernels.normal(len(seq_lens) * query_len, heads.num_heads, heads.head_dim)
     return q, cache, torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), tables
+
+
+def prefill_batch(
+    kernels: Kernels, prefill: Sequence[tuple[int, int]], heads: Heads, block_size: int
+) -> tuple[AttentionBatch, LayerCache]:
+    """Return a batch of prefill rows, given as (tokens, length), behind one decode row, and its cache.
+
+    The null block holds no number; with a window entries before it name that block.
+    """
+    lengths = [40, *(length for _, length in prefill)]
+    width = -(-max(lengths) // block_size)
+    blocks = kernels.rng.sample(range(1, 1 + width * len(lengths)), width * len(lengths))
+    tables = torch.tensor(blocks, dtype=torch.int32, device=DEVICE).view(len(lengths), width)
+    cache = normal_cache(kernels, 1 + len(blocks), block_size, heads)
+    for side in cache:
+        side[0] = torch.nan
+    counts = [1, *(count for count, _ in prefill)]
+    if heads.window is not None:
+        for table, count, length in zip(tables, counts, lengths, strict=True):
+            table[: max(0, length - count + 1 - heads.window) // block_size] = 0
+    slots = [
+        int(tables[row, position // block_size]) * block_size + position % block_size
+        for row, (count, length) in enumerate(zip(counts, lengths, strict=True))
+        for position in range(length - count, length)
+    ]
+    batch = AttentionBatch(
+        num_decode_rows=1,
+        decode_query_len=1,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        block_tables=[tables],
+        slot_mappings=[torch.tensor(slots, device=DEVICE)],
+        prefill_query_lens=counts[1:],
+        prefill_seq_lens=lengths[1:],
+    )
+    return batch, cache
+
+
+def check_mixed_step(
+    kernels: Kernels, chosen: KernelSet, prefill: Sequence[tuple[int, int]], heads: Heads, block_size: int = 16
+) -> None:
+    """The kernel set's attention as a whole, in the step's own size, and padded as a piecewise step is."""
+    batch, cache = prefill_batch(kernels, prefill, heads, block_size)
+    num_tokens = len(batch.slot_mappings[0])
+    qkv = kernels.normal(num_tokens, qkv_width(heads))
+    positions = torch.randint(0, 4000, (num_tokens,), device=DEVICE)
+    frequencies = 1.0 / 1e6 ** (torch.arange(0, heads.head_dim, 2, device=DEVICE) / heads.head_dim)
+    expected_cache = of_sides(torch.clone, cache)
+    q = reference.append_heads(qkv, heads, positions, frequencies, batch.slot_mappings[0], expected_cache)
+    k, v = (side.transpose(1, 2).flatten(0, 1)[batch.slot_mappings[0]] for side in expected_cache)
+    expected = paged_attention(q, k, v, of_sides(torch.clone, expected_cache), batch, heads).flatten(1)
+
+    assert isinstance(chosen, CudaKernels)
+    attention = chosen.attention(heads)
+    chosen.plan_attention(batch, 0)
+    padded_cache = of_sides(torch.clone, cache)
+    got = attention(qkv, chosen.rotation(positions, frequencies), cache, batch)
+    for side, expected_side in zip(cache, expected_cache, strict=True):
+        kernels.assert_close(side[1:], expected_side[1:], 4)
+    kernels.assert_close(got, expected, 2)
+
+    num_padded = num_tokens + 5
+    out = torch.full((num_padded, heads.num_heads * heads.value_dim), 7.0, dtype=kernels.dtype, device=DEVICE)
+    batch.padded_out, nowhere = {out.shape[1]: out}, torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    batch.slot_mappings = [torch.cat((batch.slot_mappings[0], nowhere))]
+    rope = chosen.rotation(torch.cat((positions, nowhere)), frequencies)
+    padded_qkv = torch.cat((qkv, qkv.new_zeros(5, qkv.shape[1])))
+    assert attention(padded_qkv, rope, padded_cache, batch, out) is out
+    kernels.assert_close(out[:num_tokens], expected, 2)
+    assert (out[num_tokens:] == 7.0).all()
 
 
 def check_rotation(num_tokens: int, head_dim: int, scale: float) -> None:

@@ -20,10 +20,9 @@ import reference_ops as reference
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
 from raypp.ops.backend import Routing
 from raypp.ops.block_store import Planes
-from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.cuda.block_kernels import KernelBlockMover
-from raypp.ops.cuda.cuda_kernels import CudaKernels, CudaProjection
+from raypp.ops.cuda.cuda_kernels import CudaProjection
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.experts import ExpertCut, ExpertShape
 from raypp.ops.cuda.kernel_launch import Device, Workspace
@@ -358,39 +357,6 @@ def test_rows_without_a_best():
     checks.check_rows_without_a_best(151936)
 
 
-def _prefill_batch(kernels, prefill, heads):
-    """Return a batch of prefill rows, given as (tokens, length), behind one decode row, and its cache.
-
-    The null block holds no number; with a window entries before it name that block.
-    """
-    lengths = [40, *(length for _, length in prefill)]
-    width = -(-max(lengths) // BLOCK_SIZE)
-    blocks = kernels.rng.sample(range(1, 1 + width * len(lengths)), width * len(lengths))
-    tables = torch.tensor(blocks, dtype=torch.int32, device=CUDA).view(len(lengths), width)
-    cache = checks.normal_cache(kernels, 1 + len(blocks), BLOCK_SIZE, heads)
-    for side in cache:
-        side[0] = torch.nan
-    counts = [1, *(count for count, _ in prefill)]
-    if heads.window is not None:
-        for table, count, length in zip(tables, counts, lengths, strict=True):
-            table[: max(0, length - count + 1 - heads.window) // BLOCK_SIZE] = 0
-    slots = [
-        int(tables[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
-        for row, (count, length) in enumerate(zip(counts, lengths, strict=True))
-        for position in range(length - count, length)
-    ]
-    batch = AttentionBatch(
-        num_decode_rows=1,
-        decode_query_len=1,
-        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=CUDA),
-        block_tables=[tables],
-        slot_mappings=[torch.tensor(slots, device=CUDA)],
-        prefill_query_lens=counts[1:],
-        prefill_seq_lens=lengths[1:],
-    )
-    return batch, cache
-
-
 PREFILLS = [[(70, 70)], [(1, 1)], [(30, 100), (512, 512), (1, 300)], [(300, 1000), (7, 7)]]
 
 
@@ -420,7 +386,7 @@ def _check_prefill(way, prefill, heads, scales):
         if way == "torch"
         else FlashInferPrefill(heads, BLOCK_SIZE, BF16, kv_dtype, 3, CUDA, 0 if way == "copy" else math.inf)
     )
-    batch, cache = _prefill_batch(kernels, prefill, heads)
+    batch, cache = checks.prefill_batch(kernels, prefill, heads, BLOCK_SIZE)
     cache = LayerCache(*(side.to(kv_dtype) for side in cache))
     q = kernels.normal(sum(batch.prefill_query_lens), heads.num_heads, heads.head_dim)
     plans = [attention.plan(batch, entry) for entry in range(3)]  # as steps in flight: each stays what it was
@@ -447,7 +413,7 @@ def test_plans_that_follow_each_other_in_one_entry(least_queries):
     attention = FlashInferPrefill(heads, BLOCK_SIZE, BF16, BF16, 3, CUDA, least_queries)
     steps = []
     for prefill in (PREFILLS[2], PREFILLS[1], PREFILLS[3]):
-        batch, cache = _prefill_batch(kernels, prefill, heads)
+        batch, cache = checks.prefill_batch(kernels, prefill, heads, BLOCK_SIZE)
         q = kernels.normal(sum(batch.prefill_query_lens), heads.num_heads, heads.head_dim)
         expected = torch.empty_like(q)
         attention.run(attention.plan(batch, 0), q, cache, heads, expected)
@@ -466,46 +432,14 @@ def test_attention_of_a_mixed_step(prefill, has_norm):
     """The kernel set's attention as a whole, against plain torch's on the same device."""
     kernels = checks.Kernels(BF16)
     norm = HeadNorm(kernels.normal(128), kernels.normal(128), 1e-6) if has_norm else None
-    _check_mixed_step(kernels, prefill, Heads(*HEADS_8B, norm))
+    checks.check_mixed_step(kernels, choose_kernels(CUDA, BF16), prefill, Heads(*HEADS_8B, norm))
 
 
 @pytest.mark.parametrize(("sizes", "settings"), KINDS, ids=str)
 def test_attention_of_mixed_steps_of_all_kinds(sizes, settings):
     for prefill in ([], *PREFILLS):
-        _check_mixed_step(checks.Kernels(BF16), prefill, checks.made_heads(*sizes, **settings))
-
-
-def _check_mixed_step(kernels, prefill, heads):
-    """In the step's own size, and padded as a piecewise step is."""
-    batch, cache = _prefill_batch(kernels, prefill, heads)
-    num_tokens = len(batch.slot_mappings[0])
-    qkv = kernels.normal(num_tokens, checks.qkv_width(heads))
-    positions = torch.randint(0, 4000, (num_tokens,), device=CUDA)
-    frequencies = 1.0 / 1e6 ** (torch.arange(0, heads.head_dim, 2, device=CUDA) / heads.head_dim)
-    expected_cache = checks.of_sides(torch.clone, cache)
-    q = reference.append_heads(qkv, heads, positions, frequencies, batch.slot_mappings[0], expected_cache)
-    k, v = (side.transpose(1, 2).flatten(0, 1)[batch.slot_mappings[0]] for side in expected_cache)
-    expected = paged_attention(q, k, v, checks.of_sides(torch.clone, expected_cache), batch, heads).flatten(1)
-
-    chosen = choose_kernels(CUDA, BF16)
-    assert isinstance(chosen, CudaKernels)
-    attention = chosen.attention(heads)
-    chosen.plan_attention(batch, 0)
-    padded_cache = checks.of_sides(torch.clone, cache)
-    got = attention(qkv, chosen.rotation(positions, frequencies), cache, batch)
-    for side, expected_side in zip(cache, expected_cache, strict=True):
-        kernels.assert_close(side[1:], expected_side[1:], 4)
-    kernels.assert_close(got, expected, 2)
-
-    num_padded = num_tokens + 5
-    out = torch.full((num_padded, heads.num_heads * heads.value_dim), 7.0, dtype=BF16, device=CUDA)
-    batch.padded_out, nowhere = {out.shape[1]: out}, torch.zeros(5, dtype=torch.int64, device=CUDA)
-    batch.slot_mappings = [torch.cat((batch.slot_mappings[0], nowhere))]
-    rope = chosen.rotation(torch.cat((positions, nowhere)), frequencies)
-    padded_qkv = torch.cat((qkv, qkv.new_zeros(5, qkv.shape[1])))
-    assert attention(padded_qkv, rope, padded_cache, batch, out) is out
-    kernels.assert_close(out[:num_tokens], expected, 2)
-    assert (out[num_tokens:] == 7.0).all()
+        heads = checks.made_heads(*sizes, **settings)
+        checks.check_mixed_step(checks.Kernels(BF16), choose_kernels(CUDA, BF16), prefill, heads)
 
 
 def _decode_chain(kernels, num_layers, num_rows, hidden=1024, intermediate=3072, kinds=({},)):

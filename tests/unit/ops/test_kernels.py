@@ -15,6 +15,7 @@ import torch
 from sizes import sized
 
 from raypp.errors import ConfigError
+from raypp.ops.attention import Heads
 from raypp.ops.backend import Routing
 from raypp.ops.cuda import router_kernels
 from raypp.ops.cuda.cuda_kernels import CudaKernels, CudaProjection, _log_dequantized
@@ -208,6 +209,15 @@ def test_fp8_kv_of_all_kinds():
 @pytest.mark.parametrize("v_dim", [8, 24])
 def test_heads_of_values_may_have_another_size(v_dim):
     checks.check_heads(EXACT, 5, 4, 2, 16, True, v_dim=v_dim)
+
+
+@pytest.mark.parametrize("settings", [{"window": 5, "has_sinks": True, "v_dim": 24}, {"soft_cap": 2.0}, {}], ids=str)
+def test_attention_of_mixed_steps_of_all_kinds(settings):
+    kernels, device = checks.Kernels(EXACT), checks.DEVICE
+    chosen = CudaKernels(device, EXACT, block_size=8, max_query_len=1, num_ring_entries=1)
+    chosen.attention(Heads(2, 2, 8))  # of another kind: plans are by kind
+    for prefill in ([], [(7, 7), (3, 30)]):
+        checks.check_mixed_step(kernels, chosen, prefill, checks.made_heads(4, 2, 16, **settings), 8)
 
 
 @pytest.mark.parametrize("scales", [None, (0.03, 2.0)])
