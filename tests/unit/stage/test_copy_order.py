@@ -106,7 +106,7 @@ def run(order: Order, kv: CudaCpuKv, of_plan: StepPlan) -> None:
 
 
 def make(order: Order, counter: ForwardCounter | None = None, names: tuple[str, ...] = ("layers", "head")) -> CudaCpuKv:
-    stores = [_Store(order, name) for name in names]
+    stores = [(0, _Store(order, name)) for name in names]
     return CudaCpuKv(stores, torch.device("cuda:0"), NUM_RING_ENTRIES, counter or ForwardCounter())
 
 
@@ -145,7 +145,7 @@ def test_steps_without_copies_wait_for_nothing(order):
 
 def test_a_cpu_copies_at_once(order):
     counter = ForwardCounter()
-    kv = HostCpuKv([_Store(order, "layers")], counter)
+    kv = HostCpuKv([(0, _Store(order, "layers"))], counter)
     kv.before_step(plan(0))
     kv.before_step(plan(1, copies(0, {5: 0}, {})))
     kv.after_step(plan(1))
