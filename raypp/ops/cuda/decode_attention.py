@@ -279,7 +279,13 @@ class TritonDecode:
         tuning = tune_decode(num_rows, self._num_kv_heads, self._device, query_len, query_floats, tile_bytes)
         if block_d > _MOST_COLUMNS_OF_WHOLE_TILES:
             tuning = replace(tuning, tile_tokens=tuning.tile_tokens * _MOST_COLUMNS_OF_WHOLE_TILES // block_d)
-        pair_bytes = cache_bytes * tuning.tile_tokens * (self._block_d + self._block_dv)  # keys and values
+        token_bytes = cache_bytes * (self._block_d + self._block_dv)  # a key and a value
+        has_other_sizes = block_d > _MOST_COLUMNS_OF_WHOLE_TILES or self._block_d != self._block_dv
+        if has_other_sizes and query_floats > _MOST_FLOATS_OF_FEW_WARPS:
+            room = self._device.shared_bytes - 2 * query_floats  # such queries lie in shared memory, too
+            while tuning.tile_tokens > _MIN_QUERIES and tuning.tile_tokens * token_bytes > room:
+                tuning = replace(tuning, tile_tokens=tuning.tile_tokens // 2)
+        pair_bytes = token_bytes * tuning.tile_tokens
         most_stages = 1 + self._device.shared_bytes // pair_bytes  # the last one is not kept
         return replace(tuning, num_stages=most_stages) if tuning.num_stages > most_stages else tuning
 
