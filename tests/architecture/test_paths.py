@@ -28,13 +28,13 @@ from raypp.testing import LocalEngine, build_local_pipeline
 from raypp.types import SamplingParams
 
 # (files, functions)
-MAX_EAGER = (25, 112)
-MAX_FULL_GRAPH = (21, 77)
+MAX_EAGER = (27, 116)  # plans of attention by kind of heads, and what a layer declares, are two files more
+MAX_FULL_GRAPH = (23, 80)
 MAX_CHAT = (70, 650)  # some more run on a slow machine than on an idle one
 
 # Statements, docstrings aside. Aims: 26,300 in raypp, 2,100 in serve_app. A larger budget is a decision: say why.
 MAX_STATEMENTS = {
-    "raypp": 1_280,  # modules of no package; the request, which was the scheduler's, among them
+    "raypp": 1_290,  # modules of no package; the request, which was the scheduler's, among them
     "raypp/actors": 1_780,
     "raypp/api": 2_320,
     "raypp/batch_job": 860,
@@ -44,14 +44,14 @@ MAX_STATEMENTS = {
     "raypp/encoder": 580,
     "raypp/grammar": 1_470,
     "raypp/graphs": 420,
-    "raypp/models": 2_000,
+    "raypp/models": 2_060,  # with caches and attention by layer
     "raypp/openai_api": 2_590,
-    "raypp/ops": 4_370,
+    "raypp/ops": 4_640,  # with caches and attention by layer
     "raypp/pictures": 690,
-    "raypp/plan": 1_240,
-    "raypp/scheduler": 1_570,
+    "raypp/plan": 1_300,
+    "raypp/scheduler": 1_690,  # with caches and attention by layer
     "raypp/specdec": 230,
-    "raypp/stage": 2_290,
+    "raypp/stage": 2_330,
     "raypp/supervision": 250,
     "raypp/testing": 370,
     "raypp/transport": 1_280,
