@@ -126,7 +126,8 @@ def main() -> None:
     loaded_bytes = torch.cuda.memory_allocated()
     most_tokens = max(args.context, *args.prompts, 1)
     num_blocks = 1 + (max_rows + len(args.prompts)) * -(-most_tokens // BLOCK_SIZE)
-    sizes = (config.num_kv_heads, config.head_dim, config.head_dim)
+    attention = config.attention[0]
+    sizes = (attention.num_kv_heads, attention.head_dim, attention.v_dim)
     caches = [allocate_layer_cache(num_blocks, BLOCK_SIZE, *sizes, kv_dtype, device) for _ in range(start, end)]
     for side in sides(caches):
         side.copy_(torch.randn(side.shape, device=device, dtype=torch.bfloat16))

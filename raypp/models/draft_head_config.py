@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Literal
 
 from raypp.errors import ModelLoadError
+from raypp.models.attention_config import AttentionConfig
 from raypp.models.checkpoint_names import PICKLED_FILE, has_safetensors, no_weights, stored_tensors
-from raypp.models.config import AttentionConfig, ModelConfig, read_dtype, refuse_unsupported
+from raypp.models.config import ModelConfig, read_dtype, refuse_unsupported
 from raypp.models.config_fields import ConfigFields, read_json
 from raypp.models.families import FAMILIES
 from raypp.models.rope_config import read_rope

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from raypp.models.config import AttentionConfig
+    from raypp.models.attention_config import AttentionConfig
     from raypp.models.config_fields import ConfigFields
 
 

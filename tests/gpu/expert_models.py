@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from raypp.models.config import AttentionConfig, ExpertConfig, ModelConfig
+from raypp.models.attention_config import AttentionConfig
+from raypp.models.config import ExpertConfig, ModelConfig
 from raypp.models.rope_config import RopeConfig
 
 

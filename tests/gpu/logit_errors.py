@@ -102,7 +102,8 @@ class ThreeModels:
             for position in range(length - count, length)
         ]
         slots = [tables[row][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for row, at in positions]
-        sizes = 1 + len(blocks), BLOCK_SIZE, config.num_kv_heads, config.head_dim, config.head_dim
+        attention = config.attention[0]
+        sizes = 1 + len(blocks), BLOCK_SIZE, attention.num_kv_heads, attention.head_dim, attention.v_dim
         caches = [allocate_layer_cache(*sizes, self._dtype, self._device) for _ in range(config.num_layers)]
         for side in sides(caches):
             side.copy_(torch.randn(side.shape, generator=generator, device=self._device))

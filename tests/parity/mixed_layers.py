@@ -22,7 +22,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward a
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as attend_with_sinks
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from raypp.models.config import AttentionConfig
+from raypp.models.attention_config import AttentionConfig
 from raypp.models.config_fields import ConfigFields
 from raypp.models.families import Family
 

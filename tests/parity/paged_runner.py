@@ -59,7 +59,7 @@ class PagedRunner:
         blocks = list(range(1, 1 + len(rows) * blocks_per_row))
         random.Random(seed).shuffle(blocks)
         self._tables = torch.tensor(blocks, dtype=torch.int32).view(len(rows), blocks_per_row)
-        sizes = (config.num_kv_heads, config.head_dim, config.head_dim)
+        sizes = (config.attention[0].num_kv_heads, config.attention[0].head_dim, config.attention[0].v_dim)
         self._caches = [
             [allocate_layer_cache(1 + len(blocks), block_size, *sizes, kv_dtype, CPU) for _ in range(start, end)]
             for start, end in zip([0, *cuts], ends, strict=True)

@@ -99,7 +99,9 @@ def test_planned_bytes_are_those_that_are_read(tmp_path, changes, dtype):
 
 def test_kv_bytes_are_those_of_the_cache(tmp_path):
     config = load_model_config(write_config(tmp_path))
-    cache = allocate_layer_cache(5, 16, config.num_kv_heads, config.head_dim, config.head_dim, torch.bfloat16, CPU)
+    attention = config.attention[0]
+    sizes = attention.num_kv_heads, attention.head_dim, attention.v_dim
+    cache = allocate_layer_cache(5, 16, *sizes, torch.bfloat16, CPU)
     assert not any(side.any() for side in cache)
     assert sum(side.nbytes for side in cache) == 5 * 16 * kv_bytes_per_token(config, 2)[0]
 
@@ -124,7 +126,8 @@ def _logits(path, cuts, dtype=torch.float32):
             prefill_query_lens=[7],
             prefill_seq_lens=[7],
         )
-        sizes = (config.num_kv_heads, config.head_dim, config.head_dim)
+        attention = config.attention[0]
+        sizes = (attention.num_kv_heads, attention.head_dim, attention.v_dim)
         caches = [allocate_layer_cache(3, 4, *sizes, dtype, CPU) for _ in range(start, end)]
         out = model.forward(hidden, torch.arange(7), attention, caches)
         assert torch.equal(hidden, before), "the input is left as it is"

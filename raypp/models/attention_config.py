@@ -1,0 +1,52 @@
+"""How a layer attends, and what it keeps of the tokens that it saw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raypp.models.rope_config import RopeConfig
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """What a layer keeps of every token that a query may see: keys and values, in blocks, addressed by position."""
+
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    window: int | None = None  # tokens that a query sees, its own included; None: all before it
+
+    def bytes_per_token(self, dtype_bytes: int) -> int:
+        """Return what a token takes, with elements of `dtype_bytes`."""
+        return self.num_kv_heads * (self.k_dim + self.v_dim) * dtype_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """How a layer attends."""
+
+    num_heads: int  # Hq
+    num_kv_heads: int  # Hk, a divisor of Hq
+    head_dim: int  # of queries and keys
+    v_dim: int  # of values
+    rope: RopeConfig
+    window: int | None = None  # tokens that a query sees, its own included; None: all before it
+    scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    soft_cap: float | None = None  # scores become cap * tanh(score / cap)
+    has_sinks: bool = False  # whether every head has a logit of its own in the softmax
+
+    @property
+    def cache(self) -> PagedKV:
+        """What the layer keeps."""
+        return PagedKV(self.num_kv_heads, self.head_dim, self.v_dim, self.window)
+
+    @property
+    def row_sizes(self) -> tuple[int, int, int]:
+        """Elements of a token's queries, keys and values."""
+        keys, values = self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_dim
+        return self.num_heads * self.head_dim, keys, values
+
+    @property
+    def output_size(self) -> int:
+        """Elements of a token's output."""
+        return self.num_heads * self.v_dim
