@@ -126,8 +126,8 @@ def _logits(path, cuts, dtype=torch.float32):
             prefill_query_lens=[7],
             prefill_seq_lens=[7],
         )
-        attention = config.attention[0]
-        sizes = (attention.num_kv_heads, attention.head_dim, attention.v_dim)
+        kept = config.attention[0].cache
+        sizes = (kept.num_kv_heads, kept.k_dim, kept.v_dim)
         caches = [allocate_layer_cache(3, 4, *sizes, dtype, CPU) for _ in range(start, end)]
         out = model.forward(hidden, torch.arange(7), attention, caches)
         assert torch.equal(hidden, before), "the input is left as it is"
