@@ -62,6 +62,7 @@ class Scheduler:
         self._counters = Counters()
         self._drafts = DraftControl(limits, draft_policy)
         self._kv = KvBlocks(limits)
+        self._keeps_cpu_blocks = limits.num_cpu_blocks > 0
         self._in_flight = InFlightSteps()
         self._states: dict[str, RequestState] = {}  # all unfinished requests: the waiting and the running ones
         self._queue = WaitingQueue()
@@ -278,7 +279,7 @@ class Scheduler:
             return None
         step = InFlightStep(step_id, cohort, num_drafts if decoding else 0, decoding, chunks)
         wait_us = 0 if running.num_without_grammar else MAX_MASK_WAIT_US
-        plan = build_plan(step, wait_us, self._kv.take_copies() if limits.num_cpu_blocks else NO_BYTES)
+        plan = build_plan(step, wait_us, self._kv.take_copies() if self._keeps_cpu_blocks else NO_BYTES)
         for state in decoding:
             state.last_step = state.last_yield_step = step_id
             state.num_in_flight_yields += 1

@@ -29,6 +29,7 @@ def expert_model(**changes: Any) -> ModelConfig:
     }
     attention = {"num_heads": 32, "num_kv_heads": 4, "head_dim": 128, "v_dim": 128, "rope": RopeConfig(theta=1e6)}
     attention |= {name: changes.pop(name) for name in attention.keys() & changes.keys()}
+    attention["v_dim"] = attention["head_dim"]
     values["attention"] = (AttentionConfig(**attention),) * changes.pop("num_layers", 48)
     return ModelConfig(**{**values, **changes})
 

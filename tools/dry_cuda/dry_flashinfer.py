@@ -35,6 +35,8 @@ class PagedPrefill:
         *,
         causal: bool = False,
         sm_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        window_left: int = -1,
         q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None,
         seq_lens: torch.Tensor | None = None,
@@ -100,6 +102,7 @@ class RaggedPrefill:
         *,
         causal: bool = False,
         sm_scale: float | None = None,
+        logits_soft_cap: float | None = None,
         q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None,
     ) -> None:
