@@ -213,7 +213,7 @@ def block_mix(config: EngineConfig, model: ModelConfig) -> BlockMix:
         most_rows=config.scheduler.max_num_seqs,
         step_tokens=config.scheduler.max_num_batched_tokens,
         tokens_ahead=(most_steps + 1) * (1 + config.speculative.max_drafts),
-        usual_length=min(longest, max(_USUAL_LENGTH, longest // 8)),
+        usual_length=min(longest, _USUAL_LENGTH),
     )
 
 
