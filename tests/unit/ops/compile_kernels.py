@@ -402,10 +402,11 @@ KINDS = (
 """Heads: how many, of queries and of keys, their sizes, of keys and of values, and settings of `Heads`."""
 
 
-def call_kinds(workspace: Workspace) -> None:
+def call_kinds(_: Workspace) -> None:
     """Call attention with windows, sinks, soft caps, and heads of other sizes."""
     for num_heads, num_kv_heads, head_dim, value_dim, settings in KINDS if IS_FULL else KINDS[:1]:
         kind = Heads(num_heads, num_kv_heads, head_dim, v_dim=value_dim, **settings)
+        workspace = Workspace(CPU)  # each kind reserves before its first use
         decode = decode_attention.TritonDecode(num_heads, num_kv_heads, head_dim, 5, DEVICE, workspace, value_dim)
         workspace.reserve(1 << 24)
         width = (num_heads + num_kv_heads) * head_dim + num_kv_heads * value_dim

@@ -50,7 +50,9 @@ def test_kernels_compile(tmp_path: Path, capability: int) -> None:
     }
     if not IS_FULL and COMPILED.exists():
         environment["KNOWN"] = str(COMPILED)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=sized(300, 1500), env=environment)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=sized(300, 1500), env=environment
+    )
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout.splitlines()[-1])
     missing = NEEDS_FP8 if capability < 89 else set()
