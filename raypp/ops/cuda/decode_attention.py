@@ -307,8 +307,12 @@ class TritonDecode:
 
 
 def _shared_bytes(tuning: DecodeTuning, queries: int, block_d: int, block_dv: int, cache_bytes: int) -> int:
-    """Return the shared memory of a program, as compiled for capability 8, or a little more."""
-    tile, num_kept = tuning.tile_tokens * cache_bytes, tuning.num_stages - 1
+    """Return the shared memory of a program, as compiled for capability 8, or a little more.
+
+    Heads of more than 256 columns keep every stage on Hopper.
+    """
+    keeps_all = max(block_d, block_dv) > _MOST_COLUMNS_OF_WHOLE_TILES
+    tile, num_kept = tuning.tile_tokens * cache_bytes, tuning.num_stages - (not keeps_all or tuning.num_stages == 1)
     sides = tile * (num_kept * (block_d + block_dv) if num_kept else max(block_d, block_dv))  # keys, then values
     has_weights = queries <= _MOST_QUERIES_OF_WEIGHTS or max(block_d, block_dv) > 128
     return sides + 2 * queries * block_d + 2 * queries * tuning.tile_tokens * has_weights

@@ -434,7 +434,7 @@ def main() -> None:
     """Compile, and print a list of kernels."""
     compiled = compile_instead_of_launching()
     found = []
-    in_full = [[call_all, call_experts, call_quantized], [call_wide, call_kinds], [call_widest]]
+    in_full = [[call_all, call_experts, call_quantized], [call_wide], [call_widest, call_kinds]]
     for width, calls in enumerate(in_full if IS_FULL else [[call_all], [call_kinds]]):
         for call in calls:
             call(Workspace(CPU))
