@@ -6,11 +6,13 @@ does, or once it has taken 90 % of it: then it waits for something. What goes on
 its process at the limit; a worker of pytest-xdist is then replaced, and does the rest of the work.
 
 `one_process`, a list, names folders whose tests one worker runs, one after the other: each entry those of one worker.
+Workers with other tests give way to it: such tests start processes and wait for them until a deadline.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
@@ -20,6 +22,7 @@ from typing import Any
 import pytest
 
 _PROCESSOR_SHARE, _TIME_SHARE = 0.45, 0.9
+_NICENESS = 10
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,7 +56,9 @@ def _limits(config: pytest.Config) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
-    """Limit the fixtures."""
+    """Limit the fixtures; where other workers do, give way to tests that share a process."""
+    if hasattr(item.config, "workerinput") and _shared_folder(item.config, item.nodeid) is None:
+        os.nice(max(0, _NICENESS - os.nice(0)))
     with _limits(item.config):
         return (yield)
 
@@ -72,6 +77,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
+def _shared_folder(config: pytest.Config, nodeid: str) -> str | None:
+    """Return the first folder of the entry of `one_process` that has a test; None: none does."""
+    entries = [entry.split() for entry in config.getini("one_process")]
+    found = (entry[0] for entry in entries if nodeid.startswith(tuple(f"{folder}/" for folder in entry)))
+    return next(found, None)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Return how files are spread over workers: as pytest-xdist does it, but for the work of a worker that has ended.
@@ -83,14 +95,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    entries = [entry.split() for entry in config.getini("one_process")]
-
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            for folders in entries:
-                if nodeid.startswith(tuple(f"{folder}/" for folder in folders)):
-                    return folders[0]
-            return str(super()._split_scope(nodeid))
+            return _shared_folder(config, nodeid) or str(super()._split_scope(nodeid))
 
         def remove_node(self, node: Any) -> str | None:
             work = self.assigned_work[node]

@@ -102,7 +102,7 @@ def test_processor_time_is_that_of_its_own_process(tmp_path: Path) -> None:
 
 
 def test_one_worker_runs_folders_that_share_one_and_its_successor_the_rest(tmp_path: Path) -> None:
-    note = 'Path("{0}.worker").write_text(os.environ["PYTEST_XDIST_WORKER"])'
+    note = 'Path("{0}.worker").write_text(os.environ["PYTEST_XDIST_WORKER"] + " " + str(os.nice(0)))'
     test = f"def test_{{0}}(): {note}\n"
     head = "import os\nfrom pathlib import Path\n"
     for name in ("a", "b"):
@@ -115,5 +115,9 @@ def test_one_worker_runs_folders_that_share_one_and_its_successor_the_rest(tmp_p
     said = run(tmp_path, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-o", "one_process=a b")
     assert "1 failed, 8 passed" in said, said
     assert re.search(r"^FAILED a/test_a.py::test_ends - worker 'gw\d' crashed", said, re.MULTILINE), said
-    workers = {path.stem: path.read_text() for path in tmp_path.glob("*.worker")}
+    notes = {path.stem: path.read_text().split() for path in tmp_path.glob("*.worker")}
+    workers = {name: worker for name, (worker, _) in notes.items()}
+    own = os.nice(0)
+    for name, (_, niceness) in notes.items():  # others give way
+        assert int(niceness) == (max(10, own) if name.startswith("z") else own), notes
     assert workers["first"] != workers["rest"] == workers["shared"] == workers["shared_too"]
