@@ -157,7 +157,7 @@ class FlashInferPrefill:
         copied.record()
         return planned
 
-    def run(self, plan: object, q: torch.Tensor, cache: LayerCache, heads: Heads, out: torch.Tensor) -> None:
+    def run(self, plan: Any, q: torch.Tensor, cache: LayerCache, heads: Heads, out: torch.Tensor) -> None:
         """Write the attention's output to `out`.
 
         Shapes: q, out [T, Hq, D], the tokens of the planned rows. The cache has this step's tokens; `heads` has the
@@ -169,7 +169,7 @@ class FlashInferPrefill:
             run = partial(plan.ragged.run, q, keys, values, out=out)
         else:
             scales = {"k_scale": heads.k_scale, "v_scale": heads.v_scale} if cache.keys.dtype == FP8 else {}
-            run = partial(plan.run, q, tuple(cache), out=out, **scales)  # type: ignore[attr-defined]
+            run = partial(plan.run, q, tuple(cache), out=out, **scales)  # FlashInfer's, which has no types
         if heads.sinks is None:
             run()
         else:
