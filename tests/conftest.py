@@ -19,6 +19,7 @@ for _name, _value in {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # Ray's default, 15, gives actors little beside the other workers of pytest
 }.items():
     os.environ.setdefault(_name, _value)
 if shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():

@@ -2,8 +2,9 @@
 
 `faulthandler_timeout`, in seconds, is the limit of a test. One of its phases (fixtures, the test itself, the end of
 fixtures) fails once its process has used 45 % of that as processor time, which does not depend on what else the machine
-does, or once it has taken 90 % of it: then it waits for something. What goes on even so, in compiled code, ends with
-its process at the limit; a worker of pytest-xdist is then replaced, and does the rest of the work.
+does, or once it has taken 90 % of it: then it waits for something. What goes on even so, in compiled code or for as
+long again after it has failed, ends with its process; a worker of pytest-xdist is then replaced, and does the rest of
+the work.
 
 `one_process`, a list, names folders whose tests one worker runs, one after the other: each entry those of one worker.
 Workers with other tests give way to it: such tests start processes and wait for them until a deadline.
@@ -41,6 +42,8 @@ def _limits(config: pytest.Config) -> Iterator[None]:
     def end(number: int, frame: Any) -> None:
         limit, unit = next((limit, unit) for of_limit, _, limit, unit in limits if of_limit == number)
         faulthandler.dump_traceback(sys.__stderr__)
+        if config.getini("faulthandler_exit_on_timeout"):  # from now on again: what has failed still has to end
+            faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
         pytest.fail(f"no end within {limit:g} {unit}, the limit of a test; stderr has the tracebacks of all threads")
 
     before = {number: signal.signal(number, end) for number, _, _, _ in limits}

@@ -6,22 +6,15 @@ import re
 from functools import cache
 from typing import Any, get_args
 
-import anthropic.types as anthropic_types
-import openai.types as openai_types
-import openai.types.responses as openai_responses
-from anthropic.types.shared import ErrorResponse
-from openai.types import chat as openai_chat
-from openai.types.shared import ErrorObject
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-KINDS: dict[str, tuple[Any, Any]] = {
-    "/v1/chat/completions": (openai_chat.ChatCompletion, openai_chat.ChatCompletionChunk),
-    "/v1/completions": (openai_types.Completion, openai_types.Completion),
-    "/v1/responses": (openai_responses.Response, openai_responses.ResponseStreamEvent),
-    "/v1/messages": (anthropic_types.Message, anthropic_types.RawMessageStreamEvent),
-    "/v1/messages/count_tokens": (anthropic_types.MessageTokensCount, None),
-}
-"""By path: what an answer is, and what each event of its stream is."""
+PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+)
 
 _VLLM = r"(choices\.\d+\.)?(stop_reason|token_ids|prompt_token_ids|prompt_logprobs)"
 """Fields of vLLM's that these answers have, too."""
@@ -36,16 +29,36 @@ _EXCEPTIONS = {
 """By path: the places at which an answer may differ."""
 
 
+@cache
+def _kinds() -> dict[str, tuple[Any, Any]]:
+    """Return by path what an answer is, and what each event of its stream is."""
+    import anthropic.types as anthropic_types
+    import openai.types as openai_types
+    import openai.types.responses as openai_responses
+    from openai.types import chat as openai_chat
+
+    return {
+        "/v1/chat/completions": (openai_chat.ChatCompletion, openai_chat.ChatCompletionChunk),
+        "/v1/completions": (openai_types.Completion, openai_types.Completion),
+        "/v1/responses": (openai_responses.Response, openai_responses.ResponseStreamEvent),
+        "/v1/messages": (anthropic_types.Message, anthropic_types.RawMessageStreamEvent),
+        "/v1/messages/count_tokens": (anthropic_types.MessageTokensCount, None),
+    }
+
+
 def type_faults(path: str, values: list[Any], *, is_success: bool, is_stream: bool) -> list[str]:
     """Return where an answer is not what the packages say.
 
     Args:
-        path: Of the route, one of `KINDS`.
+        path: Of the route, one of `PATHS`.
         values: The answer, or the events of its stream.
         is_success: Whether it is no error.
         is_stream: Whether it is a stream.
     """
-    kind = KINDS[path][is_stream]
+    from anthropic.types.shared import ErrorResponse
+    from openai.types.shared import ErrorObject
+
+    kind = _kinds()[path][is_stream]
     if not is_success:
         kind = ErrorResponse if path.startswith("/v1/messages") else dict[str, ErrorObject]
     return [fault for value in values for fault in _faults(_of_type(kind, value.get("type")), path, value)]

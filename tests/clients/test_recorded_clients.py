@@ -15,7 +15,7 @@ import httpx
 import jsonschema
 import pytest
 from client_packages import CLIENTS, PROGRAMS
-from official_types import KINDS, type_faults
+from official_types import PATHS, type_faults
 from recorder import ENGINE, RECORDINGS, answer_values, load, missing, shape_of
 from running_app import RunningApp, running_app
 
@@ -89,7 +89,7 @@ def _replay(http: httpx.Client, exchange: dict[str, Any]) -> list[str]:
         return [f"{content_type}, not {recorded['content_type']}"]
     values = answer_values(content_type, response.text)
     faults = missing(recorded["shape"], shape_of(values))
-    if exchange["path"] in KINDS:
+    if exchange["path"] in PATHS:
         is_stream = content_type == "text/event-stream"
         faults += type_faults(exchange["path"], values, is_success=response.is_success, is_stream=is_stream)
     if response.is_success and exchange["path"].endswith("/chat/completions"):

@@ -16,8 +16,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from hf_models import load_reference
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 HEADS = ("eagle", "eagle3", "eagle3_qwen", "eagle3_own_vocabulary")
 
@@ -202,6 +200,8 @@ class ReferenceHead:
 
 
 def _rotary(length: int, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
+
     config = LlamaConfig(
         head_dim=head_dim,
         hidden_size=head_dim,

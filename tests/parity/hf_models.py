@@ -13,18 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    LlamaConfig,
-    MinistralConfig,
-    MistralConfig,
-    MixtralConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+import transformers  # its classes are imported where they are used: that takes seconds
 
 DENSE_FAMILIES = ("qwen3", "qwen2", "llama")
 EXPERT_FAMILIES = ("qwen3_moe", "mixtral")
@@ -33,13 +22,13 @@ WINDOW_FAMILIES = ("mistral", "ministral")
 """Llama's layer with a window: in all layers, and in some."""
 
 _ARCHITECTURES = {
-    "qwen3": (Qwen3Config, transformers.Qwen3ForCausalLM),
-    "qwen2": (Qwen2Config, transformers.Qwen2ForCausalLM),
-    "llama": (LlamaConfig, transformers.LlamaForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
-    "mixtral": (MixtralConfig, transformers.MixtralForCausalLM),
-    "mistral": (MistralConfig, transformers.MistralForCausalLM),
-    "ministral": (MinistralConfig, transformers.MinistralForCausalLM),
+    "qwen3": "Qwen3",
+    "qwen2": "Qwen2",
+    "llama": "Llama",
+    "qwen3_moe": "Qwen3Moe",
+    "mixtral": "Mixtral",
+    "mistral": "Mistral",
+    "ministral": "Ministral",
 }
 _GQA_RATIOS = (1, 2, 4)
 # The larger, the more varied the continuations, and the larger what rounding does to the logits: it stays below 1e-4.
@@ -71,7 +60,8 @@ def make_checkpoint(family: str, seed: int, directory: Path, *, min_layers: int 
 
     Weights are large enough, norms and biases random enough, that greedy continuations vary and near-ties are rare.
     """
-    config_class, model_class = _ARCHITECTURES[family]
+    name = _ARCHITECTURES[family]
+    config_class, model_class = (getattr(transformers, name + end) for end in ("Config", "ForCausalLM"))
     choices = _configuration(family, seed, min_layers)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -172,7 +162,8 @@ def _write_published_form(file: Path) -> None:
 @lru_cache(maxsize=2)
 def load_reference(path: Path) -> Any:
     """Return transformers' model of a directory, in float32."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+    auto = transformers.AutoModelForCausalLM
+    return auto.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
 @torch.inference_mode()
@@ -201,7 +192,7 @@ def hf_greedy(path: Path, prompt_token_ids: list[int], num_tokens: int) -> tuple
     Returns:
         The tokens, and for each by how much its logit exceeds the second best.
     """
-    model, cache = load_reference(path), DynamicCache()
+    model, cache = load_reference(path), transformers.DynamicCache()
     tokens, gaps, inputs = [], [], prompt_token_ids
     for _ in range(num_tokens):
         logits = model(

@@ -14,16 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from hf_models import choices_of
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import (
-    DynamicCache,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLMoeConfig,
-    Qwen3VLMoeForConditionalGeneration,
-)
 
 from raypp.config.sections import ImagesSection
 from raypp.models.config import load_model_config
@@ -55,9 +49,9 @@ def make_vision_checkpoint(seed: int, directory: Path, *, min_layers: int = 2) -
         num_experts, num_chosen = _EXPERTS[seed]
         experts = {"num_experts": num_experts, "num_experts_per_tok": num_chosen, "moe_intermediate_size": 24}
     config_class, model_class = (
-        (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration)
+        (transformers.Qwen3VLMoeConfig, transformers.Qwen3VLMoeForConditionalGeneration)
         if experts
-        else (Qwen3VLConfig, Qwen3VLForConditionalGeneration)
+        else (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration)
     )
     config = config_class(
         text_config={
@@ -199,7 +193,7 @@ def pixel_values(path: Path, item: EncoderItem) -> torch.Tensor:
 def load_vision_reference(path: Path) -> Any:
     """Return transformers' model of a directory, in float32."""
     has_experts = load_model_config(path).experts is not None
-    model_class = Qwen3VLMoeForConditionalGeneration if has_experts else Qwen3VLForConditionalGeneration
+    model_class = getattr(transformers, f"Qwen3VL{'Moe' if has_experts else ''}ForConditionalGeneration")
     model = model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     return model.eval()
 
@@ -219,7 +213,7 @@ def hf_vision_choices(
     path: Path, prompt: list[int], items: PromptItems | None, output: list[int]
 ) -> tuple[list[int], list[float]]:
     """Return transformers' choice at each token of an output, and how much it prefers that; see `hf_choices`."""
-    model, cache = load_vision_reference(path), DynamicCache()
+    model, cache = load_vision_reference(path), transformers.DynamicCache()
     model.model.rope_deltas = None  # of the prompt before
     ids = torch.tensor([prompt])
     inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}

@@ -17,10 +17,7 @@ import torch
 from hf_models import choices_of
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as attend_with_soft_cap
-from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as attend_with_sinks
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models import gemma2, gpt_oss, llama
 
 from raypp.models.attention_config import AttentionConfig
 from raypp.models.config_fields import ConfigFields
@@ -107,27 +104,29 @@ class _Attention(nn.Module):
         pairs = torch.arange(0, layer["head_dim"], 2) / layer["head_dim"]
         angles = torch.arange(length).unsqueeze(1) * layer["theta"] ** -pairs
         angles = torch.cat((angles, angles), -1).unsqueeze(0)
-        q, k = apply_rotary_pos_emb(q, k, angles.cos(), angles.sin())
+        q, k = llama.modeling_llama.apply_rotary_pos_emb(q, k, angles.cos(), angles.sin())
         behind = torch.arange(length).unsqueeze(1) - torch.arange(length)
         seen = (behind >= 0) & (behind < (layer["window"] or length))
         mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
         scaling = layer["scale"] or layer["head_dim"] ** -0.5
         if layer["has_sinks"]:
-            attended, _ = attend_with_sinks(self, q, k, v, mask, scaling=scaling, dropout=0.0)
+            attend = gpt_oss.modeling_gpt_oss.eager_attention_forward
+            attended, _ = attend(self, q, k, v, mask, scaling=scaling, dropout=0.0)
         else:
-            attended, _ = attend_with_soft_cap(self, q, k, v, mask, scaling=scaling, softcap=layer["soft_cap"])
+            attend = gemma2.modeling_gemma2.eager_attention_forward
+            attended, _ = attend(self, q, k, v, mask, scaling=scaling, softcap=layer["soft_cap"])
         return self.o_proj(attended.flatten(2)), None
 
 
-def _model(layers: list[dict[str, Any]]) -> LlamaForCausalLM:
-    model = LlamaForCausalLM(LlamaConfig(**_SIZES, num_hidden_layers=len(layers)))
+def _model(layers: list[dict[str, Any]]) -> Any:
+    model = llama.LlamaForCausalLM(llama.LlamaConfig(**_SIZES, num_hidden_layers=len(layers)))
     for module, layer in zip(model.model.layers, layers, strict=True):
         module.self_attn = _Attention(layer)
     return model.eval()
 
 
 @lru_cache(maxsize=2)
-def _load(path: Path) -> LlamaForCausalLM:
+def _load(path: Path) -> Any:
     model = _model(json.loads((path / "config.json").read_text())["layers"])
     model.load_state_dict(load_file(path / "model.safetensors"))
     return model

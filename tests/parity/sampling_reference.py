@@ -5,17 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from transformers import (
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+import transformers as hf
 
 from raypp.ops.sample.token_choice import gumbel_noise
 from raypp.types import SamplingParams
@@ -47,27 +37,29 @@ def reference_scores(logits: torch.Tensor, known: list[int], case: Case) -> torc
     scores, input_ids = logits.float().unsqueeze(0), torch.tensor([known])
     if params.logit_bias:
         # transformers takes no bias for token 0; none of the cases has one.
-        scores = SequenceBiasLogitsProcessor([[[t], float(b)] for t, b in params.logit_bias.items()])(input_ids, scores)
+        scores = hf.SequenceBiasLogitsProcessor([[[t], float(b)] for t, b in params.logit_bias.items()])(
+            input_ids, scores
+        )
     if params.repetition_penalty != 1:
-        scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(input_ids, scores)
+        scores = hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(input_ids, scores)
     counts = torch.bincount(torch.tensor(known[num_prompt:], dtype=torch.int64), minlength=len(logits))
     scores = scores - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
     if case.bad_words:
-        scores = NoBadWordsLogitsProcessor([list(w) for w in case.bad_words])(torch.tensor([[0, *known]]), scores)
+        scores = hf.NoBadWordsLogitsProcessor([list(w) for w in case.bad_words])(torch.tensor([[0, *known]]), scores)
     if params.min_tokens:
         ends = sorted(end_token_ids(case))
-        scores = MinNewTokensLengthLogitsProcessor(num_prompt, params.min_tokens, ends)(input_ids, scores)
+        scores = hf.MinNewTokensLengthLogitsProcessor(num_prompt, params.min_tokens, ends)(input_ids, scores)
     if params.allowed_token_ids is not None:
         others = sorted(set(range(len(logits))) - set(params.allowed_token_ids))
-        scores = SuppressTokensLogitsProcessor(others)(input_ids, scores)
+        scores = hf.SuppressTokensLogitsProcessor(others)(input_ids, scores)
     if params.is_greedy:
         return scores[0]
-    scores = TemperatureLogitsWarper(params.temperature)(input_ids, scores)
+    scores = hf.TemperatureLogitsWarper(params.temperature)(input_ids, scores)
     if params.top_k:
-        scores = TopKLogitsWarper(params.top_k)(input_ids, scores)
+        scores = hf.TopKLogitsWarper(params.top_k)(input_ids, scores)
     if params.top_p < 1:
-        scores = TopPLogitsWarper(params.top_p)(input_ids, scores)
+        scores = hf.TopPLogitsWarper(params.top_p)(input_ids, scores)
     if params.min_p:
-        scores = MinPLogitsWarper(params.min_p)(input_ids, scores)
+        scores = hf.MinPLogitsWarper(params.min_p)(input_ids, scores)
     noise = gumbel_noise(torch.tensor([case.seed]), torch.tensor([len(known)]), len(logits))
     return (scores + noise)[0]

@@ -42,6 +42,7 @@ WAYS = {
     "a head": HEAD,
     "in 8 bits, n-grams and a head": HEAD | {"kv_cache_dtype": "fp8"},
 }
+IN_CI = ("two stages, chunks", "n-grams", "in 8 bits, n-grams and a head")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def expected(checkpoint):
     }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way if way in IN_CI else pytest.param(way, marks=pytest.mark.full) for way in WAYS])
 def test_text_does_not_depend_on_it(checkpoint, expected, way, tmp_path):
     settings = dict(WAYS[way])
     if "a head" in way:

@@ -8,9 +8,9 @@ import random
 import numpy as np
 import pytest
 import torch
+import transformers
 from hf_models import hf_logits
 from scipy import stats
-from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from raypp.config.engine_config import EngineConfig
 from raypp.models.registry import resolve_model_path
@@ -83,7 +83,7 @@ def test_draws_have_the_models_distribution(drawn):
 
 def test_truncated_draws_have_the_distribution_that_transformers_leaves(drawn):
     scores = (drawn["logits"] / 1.1).unsqueeze(0)
-    scores = TopPLogitsWarper(0.85)(None, TopKLogitsWarper(50)(None, scores))
+    scores = transformers.TopPLogitsWarper(0.85)(None, transformers.TopKLogitsWarper(50)(None, scores))
     p = _p_value(drawn["truncated"], scores[0].softmax(-1))
     print(f"\n{NUM_DRAWS} draws with top_k and top_p: p = {p:.3f}")
     assert p > 1e-4

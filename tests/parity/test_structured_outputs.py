@@ -159,13 +159,16 @@ def every_kind_of_params() -> list[SamplingParams]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"num_stages": 4, "num_kv_blocks": 30, "max_model_len": 400, "block_size": 16, **NGRAM},
+        {"num_stages": 2, "num_kv_blocks": 30, "max_model_len": 400, "block_size": 16, **NGRAM},
         pytest.param({"num_stages": 2, "mode": "full", **NGRAM}, marks=pytest.mark.full),
         pytest.param(
             {"num_stages": 2, "num_kv_blocks": 30, "max_model_len": 400, "mask_lateness": random.Random(3)},
             marks=pytest.mark.full,
         ),
-        {"num_stages": 2, "mode": "full", "mask_lateness": random.Random(4), "speculative": HEAD},
+        pytest.param(
+            {"num_stages": 2, "mode": "full", "mask_lateness": random.Random(4), "speculative": HEAD},
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["preemption", "recorded", "late masks and preemption", "a head and late masks"],
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sizes import sized
 
 from raypp.api.tokenizer import Tokenizer
 from raypp.config.engine_config import EngineConfig
@@ -28,7 +29,8 @@ EAGLE3 = {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     library, tokenizer = Path(sysconfig.get_path("stdlib")), Tokenizer(resolve_model_path("tiny"))
-    texts = tokenizer.encode([(library / name).read_text(encoding="utf-8") for name in HELD_OUT])
+    names = HELD_OUT[: sized(5, None)]
+    texts = tokenizer.encode([(library / name).read_text(encoding="utf-8") for name in names])
     return [ids[len(ids) // 2 : len(ids) // 2 + 100] for ids in texts]
 
 
@@ -63,7 +65,7 @@ def without(prompts) -> list[list[int]]:
 def test_drafts_are_accepted_and_the_text_is_the_same(prompts, without) -> None:
     """Those of a step are the same, and so is what is accepted of them, wherever the states come from."""
     accepted = set()
-    for num_stages, mode in ((1, "none"), (2, "full"), (4, "none")):
+    for num_stages, mode in sized(((1, "none"), (4, "full")), ((1, "none"), (2, "full"), (4, "none"))):
         text, stats = run(prompts, num_stages=num_stages, mode=mode, speculative=EAGLE3)
         assert text == without
         print(f"{num_stages} stages: acceptance length {stats.acceptance_length:.2f}, {stats.accepted_by_position}")
@@ -74,7 +76,8 @@ def test_drafts_are_accepted_and_the_text_is_the_same(prompts, without) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "cells"), [pytest.param("eagle3", ((1, 3), (5, 4)), marks=pytest.mark.full), ("auto", ((2, 1), (8, 2)))]
+    ("method", "cells"),
+    [pytest.param("eagle3", ((1, 3), (5, 4)), marks=pytest.mark.full), ("auto", sized(((8, 2),), ((2, 1), (8, 2))))],
 )
 def test_sampled_text_is_the_same(prompts, method, cells) -> None:
     """Rows of chance and rows of none in one batch, with a head whose drafts are accepted in both."""

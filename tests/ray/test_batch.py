@@ -104,6 +104,7 @@ def campaign(tmp_path: Path, job_env: dict[str, str]) -> Iterator[Campaign]:
     campaign.close()
 
 
+@pytest.mark.full
 def test_every_line_is_answered_once_whatever_is_killed(campaign: Campaign) -> None:
     rng = random.Random(SEED)
     prompts = [f"def f{i}({rng.choice('abcxyz')}, {rng.randrange(100)}):" for i in range(NUM_LINES)]

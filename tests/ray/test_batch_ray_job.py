@@ -132,6 +132,7 @@ def test_submitted_stopped_submitted_again(dashboard: str, tmp_path: Path) -> No
     assert set(texts_by_id(output)) == {f"line-{i}" for i in range(NUM_LINES)}
 
 
+@pytest.mark.full
 def test_a_relative_output_is_refused(dashboard: str, tmp_path: Path) -> None:
     jobs = Jobs(dashboard, tmp_path / "work")
     write_prompts(tmp_path / "in.jsonl", ["a"])

@@ -137,6 +137,7 @@ def test_what_others_hold_is_waited_for_and_a_connection_of_the_user_is_left_alo
     ray.shutdown()
 
 
+@pytest.mark.full
 def test_a_node_that_is_lost_ends_in_the_named_error_and_a_new_engine_works(cluster, at_address):
     endless = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
     settings = {"num_stages": 2, "placement": "strict_spread", "close_timeout_s": 3.0, "max_engine_restarts": 0}

@@ -202,6 +202,7 @@ def test_kills_at_any_moment_cost_nothing_but_time(engine, client, path, prompts
     print(f"{NUM_KILLS} kills; all requests ended right, the slowest {slowest_s:.1f} s after the kill")
 
 
+@pytest.mark.full
 def test_an_encoder_that_hangs_is_ended_and_started_again(engine, client, path):
     stopped = encoder_pid(engine)
     num_deaths = client.stats()["encoders"]["num_deaths"]

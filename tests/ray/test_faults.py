@@ -96,6 +96,7 @@ def test_a_killed_stage_is_named(local_ray):
     _assert_in_time(kill_one, SOON_S)
 
 
+@pytest.mark.full
 def test_a_killed_stage_is_noticed_while_the_engine_is_idle(local_ray):
     with _open() as llm:
         stages = llm.processes()["stages"]
@@ -118,7 +119,7 @@ def test_a_killed_driver_ends_everything(local_ray):
     _assert_in_time(kill_one, SOON_S)
 
 
-@pytest.mark.parametrize("victim", ["stage 1", "driver"])
+@pytest.mark.parametrize("victim", ["stage 1", pytest.param("driver", marks=pytest.mark.full)])
 def test_a_stopped_process_is_reported_in_time_and_ended(local_ray, victim):
     timeout_s = 1.5
 
@@ -204,6 +205,7 @@ def test_a_stage_that_cannot_start_is_named(local_ray, deed, words):
     assert re.search(words, str(error))
 
 
+@pytest.mark.full
 def test_a_stage_that_hangs_while_it_loads_is_named_at_the_deadline(local_ray):
     """One deadline for the whole start: it is raised until everything else comes through before it."""
     timeout_s = 12.0
@@ -306,6 +308,7 @@ class Killer:
         self.slowest_s = max(self.slowest_s, seconds)
 
 
+@pytest.mark.full
 def test_kills_at_random_moments(local_ray, folder, monkeypatch):
     processes = set(actor_processes())
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

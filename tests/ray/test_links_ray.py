@@ -124,6 +124,7 @@ def test_a_ring_over_ray_collective_and_a_killed_stage() -> None:
     assert seconds < MUCH_LESS_S
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("local_ray")
 def test_links_over_ray_collective_close_open_again_and_abort() -> None:
     actors = open_actors()

@@ -120,6 +120,7 @@ def test_what_dies_or_stands_still_is_replaced(folder: Path, monkeypatch: pytest
     assert trace.exists()
 
 
+@pytest.mark.full
 def test_a_death_while_it_starts_and_one_too_many() -> None:
     listener = EngineListener()
     with running(listener, max_engine_restarts=2) as engine:

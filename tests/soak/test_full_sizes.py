@@ -29,6 +29,7 @@ FULL: dict[str, dict[str, str]] = {
     "tests/parity/test_handed_over.py": {"TEST_HANDED_OVER": "20", "TEST_SIZES": "all"},
     "tests/parity/test_request_storm.py": {"STORM_REQUESTS": "400"},
     "tests/parity/test_sampled_text.py": {"SAMPLED_TEXT_DRAWS": "20000"},
+    "tests/unit/grammar/test_schema_corpus.py": {"TEST_SIZES": "all"},
     "tests/unit/serve_app/test_hostile_client.py": {"TEST_SIZES": "all"},
     "tests/unit/serve_app/test_page.py": {"TEST_SIZES": "all"},
     "tests/unit/serve_app/test_openapi.py": {"TEST_SCHEMA_EXAMPLES": "100"},
@@ -55,9 +56,13 @@ FULL: dict[str, dict[str, str]] = {
     "tests/ray/test_leftovers.py": {"TEST_SIZES": "all"},
     "tests/ray/test_notebook_ray.py": {"TEST_SIZES": "all"},
     "tests/ray/test_pipelining.py": {"TEST_SIZES": "all"},
+    "tests/ray/test_serve_app.py": {"TEST_SIZES": "all"},
+    "tests/ray/test_speculation_ray.py": {"TEST_SIZES": "all"},
+    "tests/ray/test_batch_ray_job.py": {"TEST_SIZES": "all"},
+    "tests/ray/test_links_ray.py": {"TEST_SIZES": "all"},
     "tests/ray/test_slow_agents.py": {"TEST_SIZES": "all"},
-    "tests/ray/test_restarts.py": {"RESTART_KILLS": "12"},
-    "tests/ray/test_cluster.py": {"FAULT_NODES": "1"},
+    "tests/ray/test_restarts.py": {"RESTART_KILLS": "12", "TEST_SIZES": "all"},
+    "tests/ray/test_cluster.py": {"FAULT_NODES": "1", "TEST_SIZES": "all"},
     "tests/ray/test_batch.py": {"TEST_BATCH_LINES": "3000", "TEST_BATCH_KILLS": "8", "TEST_SIZES": "all"},
 }
 

@@ -151,7 +151,7 @@ class FakeEngine:
         """Every client gets a last message."""
         self._order(error)
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         with self._changed:
             assert self._changed.wait_for(condition, timeout_s), "the engine never saw it"
 

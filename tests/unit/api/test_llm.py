@@ -146,11 +146,11 @@ def test_abort_from_another_thread(make_engine: MakeEngine) -> None:
             llm.generate(["a"], request_ids=["a"])
         llm.abort("nobody")
         llm.abort("a")
+        engine.wait_until(lambda: engine.aborted == ["a"])
         engine.set_gate(is_open=True)
         aborted, finished = pending.result(timeout=60)
         assert aborted.outputs[0].finish_reason == "abort"
         assert finished.outputs[0].finish_reason == "length"
-        assert engine.aborted == ["a"]
         assert len(llm.generate(["a"], request_ids=["a"])) == 1  # the id is free again
 
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Collection
 
 import pytest
+from sizes import sized
 
 from raypp.api.poison_requests import Finding, PoisonDetector
 
@@ -257,7 +258,7 @@ def test_deaths_from_outside_find_no_request_also_when_three_come_close_together
     assert not play.detector.suspects
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(sized(2, 8)))
 @pytest.mark.parametrize("num_parts", [1, 3])
 def test_fifteen_deaths_from_outside_in_a_row_find_no_request(seed: int, num_parts: int) -> None:
     """Beside quick requests there are two with long prompts, which have no token for as long as engines live."""
