@@ -42,7 +42,7 @@ WAYS = {
     "a head": HEAD,
     "in 8 bits, n-grams and a head": HEAD | {"kv_cache_dtype": "fp8"},
 }
-IN_CI = ("two stages, chunks", "n-grams", "in 8 bits, n-grams and a head")
+IN_CI = ("n-grams", "in 8 bits, n-grams and a head")
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,8 @@ def test_little_cpu_memory_forgets_what_was_used_longest_ago(checkpoint, expecte
     assert stats.num_used_cpu_blocks == stats.num_cpu_blocks < stats.num_blocks_copied_out
 
 
-@pytest.mark.parametrize("method", [None, pytest.param("ngram", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("method", [None, "ngram"])
 def test_who_was_preempted_computes_little_again(checkpoint, method):
     """Requests that grow until most of them are preempted: without CPU memory they compute their texts again."""
     rng = random.Random(1)

@@ -1,8 +1,8 @@
 """The whole engine against transformers: stages, chunks, cached prefixes, mixed lengths, preemption, each really there.
 
 Seeded configurations run on the stages of one process; the real actors are tested in `tests/ray/test_parity_ray.py`.
-Settings do not depend on the family, whose layers are compared in test_models_hf.py: CI has one that is dense, with
-more of them, and one with experts. With TEST_SIZES=all there are all families, with as many each.
+Settings do not depend on the family, whose layers are compared in test_models_hf.py: CI has one;
+with TEST_SIZES=all there are all, with more settings each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 from exactness import ExactComparison
 from hf_models import FAMILIES, make_checkpoint
-from sizes import IS_FULL
+from sizes import sized
 
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
@@ -21,10 +21,8 @@ from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 
-# Every number of stages with too few blocks, of which two keep prefixes; one family has them with many blocks, too.
-FEW = range(16) if IS_FULL else range(4, 8)
-SEEDS = {family: FEW for family in FAMILIES} | {"qwen3": range(16 if IS_FULL else 8)}
-IN_CI = ("qwen3", "qwen3_moe")
+SEEDS = sized(range(4, 8), range(16))  # in CI every number of stages with too few blocks, of which two keep prefixes
+IN_CI = ("qwen3",)
 NUM_NEW_TOKENS = 32
 
 
@@ -59,7 +57,7 @@ def _prompts(rng: random.Random, vocab_size: int) -> list[list[int]]:
 )
 def test_greedy_tokens_equal_transformers(family, tmp_path_factory):
     comparison, met = ExactComparison(), Counter()
-    for seed in SEEDS[family]:
+    for seed in SEEDS:
         settings = _settings(seed)
         path = tmp_path_factory.mktemp(f"{family}-{seed}")
         make_checkpoint(family, seed, path, min_layers=max(2, settings["num_stages"]))
@@ -90,4 +88,4 @@ def test_greedy_tokens_equal_transformers(family, tmp_path_factory):
         assert met[what] >= 2, f"{what} was met only {met[what]} times"
     for num_stages in (1, 2, 3, 4):
         assert met[f"preempted, {num_stages} stages"] >= 1
-        assert met[f"cached, {num_stages} stages"] >= 1 or len(SEEDS[family]) < 16
+        assert met[f"cached, {num_stages} stages"] >= 1 or len(SEEDS) < 16

@@ -141,6 +141,7 @@ def test_every_line_is_answered_once_whatever_is_killed(campaign: Campaign) -> N
     assert f"nothing to do: {NUM_LINES + 3} lines, {NUM_LINES} completed, 3 failed" in campaign.finish()
 
 
+@pytest.mark.full
 def test_a_long_input_streams_through(job_env: dict[str, str], tmp_path: Path) -> None:
     write_prompts(tmp_path / "in.jsonl", (f"def f{i}(" for i in range(NUM_LONG_LINES)), max_tokens=1)
     often = ("--progress-interval", "0.1")  # 600 lines take less than a second

@@ -40,6 +40,7 @@ def _tokens(llm: LLM, prompts=PROMPTS) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
 
 
+@pytest.mark.full
 def test_engines_share_the_ray_that_the_first_one_started(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     prompt = [{"prompt_token_ids": [1]}]
@@ -98,6 +99,7 @@ def _environment(pid: int) -> dict[str, str]:
     return dict(variable.partition("=")[::2] for variable in variables)
 
 
+@pytest.mark.full
 def test_a_clusters_processes_take_variables_from_who_starts_the_engine(at_address, monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     monkeypatch.setenv("RAYPP_LOG_LEVEL", "INFO")
@@ -126,6 +128,7 @@ def test_what_the_cluster_can_never_hold_is_refused_at_once(at_address, settings
     assert caught.value.got is not None
 
 
+@pytest.mark.full
 def test_what_others_hold_is_waited_for_and_a_connection_of_the_user_is_left_alone(at_address):
     ray.init(address=at_address.address, log_to_driver=False)
     with _fake(num_stages=2, stage_num_cpus=2.0) as holder:

@@ -77,6 +77,7 @@ def wait_for_process(name: str, but: set[int]) -> int:
     raise AssertionError(f"never: a process of {name}")
 
 
+@pytest.mark.full
 def test_what_dies_or_stands_still_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     listener, trace = EngineListener(), folder / "trace.json"

@@ -28,6 +28,7 @@ def _params() -> list[SamplingParams]:
     ]
 
 
+@pytest.mark.full
 def test_outputs_are_those_of_an_engine_in_threads(local_ray):
     with LLM("tiny", launch=launch_in_threads, **SETTINGS) as llm:
         expected = llm.generate(PROMPTS, _params())

@@ -118,6 +118,7 @@ def test_too_many_pictures_are_refused_and_a_death_is_the_engines_affair(engine,
     assert any(outcome is None for outcome in outcomes)
 
 
+@pytest.mark.full
 def test_a_conversation_with_a_picture_over_http(url):
     """The whole way: HTTP app, deployment, encoder actor, driver, stages."""
     data = io.BytesIO()

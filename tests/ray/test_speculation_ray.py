@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from sizes import IS_FULL
 
 from raypp import LLM, SamplingParams
 from raypp.specdec.table_bytes import row_tokens_width
@@ -41,18 +40,17 @@ def generate(**settings):
         return outputs, survivor, victim, llm.stats(), llm.plan()
 
 
+@pytest.mark.full
 def test_texts_are_those_without_speculation(local_ray):
     outputs, survivor, victim, stats, _ = generate(launch=launch_in_threads)
     assert stats["num_draft_tokens"] == 0
-    if IS_FULL:
-        eagle, eagle_survivor, _, eagle_stats, eagle_plan = generate(
-            speculative={"method": "auto", "model": "tiny-eagle3", "num_speculative_tokens": 3}
-        )
-        texts = [[o.outputs[0].text for o in listed] for listed in ([*eagle, eagle_survivor], [*outputs, survivor])]
-        assert texts[0] == texts[1]
-        assert 0 < eagle_stats["num_accepted_tokens"] < eagle_stats["num_draft_tokens"]
-        assert eagle_stats["num_missed_rows"] == 0
-        assert [stage["draft_head_bytes"] > 0 for stage in eagle_plan["stages"]] == [False, True]
+    eagle, eagle_survivor, _, eagle_stats, eagle_plan = generate(
+        speculative={"method": "auto", "model": "tiny-eagle3", "num_speculative_tokens": 3}
+    )
+    assert [o.outputs[0].text for o in [*eagle, eagle_survivor]] == [o.outputs[0].text for o in [*outputs, survivor]]
+    assert 0 < eagle_stats["num_accepted_tokens"] < eagle_stats["num_draft_tokens"]
+    assert eagle_stats["num_missed_rows"] == 0
+    assert [stage["draft_head_bytes"] > 0 for stage in eagle_plan["stages"]] == [False, True]
     drafted, drafted_survivor, drafted_victim, drafted_stats, plan = generate(
         speculative={"method": "ngram", "num_speculative_tokens": 4, "min_n": 2, "max_n": 5}
     )

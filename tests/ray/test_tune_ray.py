@@ -10,6 +10,7 @@ from raypp.cli.main import main
 pytestmark = pytest.mark.ray
 
 
+@pytest.mark.full
 def test_what_tune_writes_can_be_run(local_ray, tmp_path, capsys):
     path = tmp_path / "tuned.toml"
     sizes = ["--batch-size", "4", "--context-len", "16", "--temperature", "0"]

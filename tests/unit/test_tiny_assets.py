@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = REPOSITORY / "raypp" / "assets" / "tiny"
@@ -35,12 +35,12 @@ def train_tiny() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TINY)
+    return transformers.AutoTokenizer.from_pretrained(TINY)
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
 
 
 def render(tokenizer: Any, *messages: dict[str, Any], **settings: Any) -> str:

@@ -1,4 +1,4 @@
-"""The class that reads a tokenizer is the one that AutoTokenizer would take, without what that imports."""
+"""The class that reads a tokenizer is the one that transformers.AutoTokenizer would take, without what that imports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+import transformers
 
 from raypp.api.tokenizer import tokenizer_class
 
@@ -31,8 +31,8 @@ def test_same_tokens_as_the_auto_class(name: str, tmp_path: Path) -> None:
         shutil.copy(TINY / file, tmp_path)
     config = json.loads((TINY / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": name}))
-    assert tokenizer_class(tmp_path) is not AutoTokenizer
-    own, auto = (cls.from_pretrained(str(tmp_path)) for cls in (tokenizer_class(tmp_path), AutoTokenizer))
+    assert tokenizer_class(tmp_path) is not transformers.AutoTokenizer
+    own, auto = (cls.from_pretrained(str(tmp_path)) for cls in (tokenizer_class(tmp_path), transformers.AutoTokenizer))
     assert type(own) is type(auto)
     assert own(TEXTS)["input_ids"] == auto(TEXTS)["input_ids"]
     rendered = [t.apply_chat_template(TALK, add_generation_prompt=True, tokenize=False) for t in (own, auto)]
@@ -45,7 +45,7 @@ def test_other_models_are_left_to_the_auto_class(config: str | None, tmp_path: P
     (tmp_path / "tokenizer.json").write_text("{}")
     if config is not None:
         (tmp_path / "tokenizer_config.json").write_text(config)
-    assert tokenizer_class(tmp_path) is AutoTokenizer
+    assert tokenizer_class(tmp_path) is transformers.AutoTokenizer
 
 
 def test_a_client_does_not_import_what_it_has_no_use_for() -> None:

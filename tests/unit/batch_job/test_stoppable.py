@@ -43,8 +43,8 @@ sys.exit(run_until_stopped(job))
     ("signals", "close_s", "exit_code", "said"),
     [
         ([signal.SIGTERM], 0, 143, ["closing", "closed"]),
-        ([signal.SIGINT], 0, 130, ["closing", "closed"]),
-        ([signal.SIGTERM], 600, 143, ["closing"]),
+        pytest.param([signal.SIGINT], 0, 130, ["closing", "closed"], marks=pytest.mark.full),
+        pytest.param([signal.SIGTERM], 600, 143, ["closing"], marks=pytest.mark.full),
         ([signal.SIGINT, signal.SIGINT], 600, 130, ["closing"]),
     ],
 )

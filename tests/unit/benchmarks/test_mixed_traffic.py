@@ -117,6 +117,7 @@ def test_every_second_is_somewhere():
     assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
 
 
+@pytest.mark.full
 def test_an_engine_is_measured(capsys):
     texts = ["requests=6,input=uniform:3:40,output=uniform:2:9", "rate=80,requests=4,input=9,output=4,turns=2"]
     args = argparse.Namespace(traffic={text: parse_traffic(text) for text in texts}, runs=1, seed=0)

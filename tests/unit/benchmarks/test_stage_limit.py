@@ -64,6 +64,7 @@ def test_only_full_decode_steps_are_looked_at():
     assert [forward.step_id for forward in full_decode_steps(forwards)] == [1, 3, 4]
 
 
+@pytest.mark.full
 def test_a_device_is_measured_in_a_process_of_its_own():
     speed = measure_device_speed("cpu", "float32")
     assert speed.read_bytes_per_s > 1e8

@@ -10,7 +10,7 @@ from schema_texts import corpus, is_valid, mutated, validator_of, values, walk, 
 from sizes import sized
 
 NUM_SCHEMAS = 813
-EVERY, NUM_COMPILED = sized((4, 186), (1, 745))
+EVERY, NUM_COMPILED = sized((4, 185), (1, 745))
 
 
 def test_nine_of_ten_real_schemas_compile_and_those_of_agents_all() -> None:

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from sizes import sized
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from raypp.ops.sample.token_choice import gumbel_noise, mask_truncated, sample, sample_greedy
 
 NUM_DRAWS = 20_000
+ALONE = ((7, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.1))
 ONE = torch.ones(1)
 
 
@@ -40,7 +42,7 @@ def logits() -> torch.Tensor:
     return torch.randn(300, generator=torch.Generator().manual_seed(0)) * 1.5
 
 
-@pytest.mark.parametrize("temperature", [0.3, 0.8, 1.0, 1.7])
+@pytest.mark.parametrize("temperature", sized([0.3], [0.3, 0.8, 1.0, 1.7]))
 def test_draws_follow_the_softmax(logits, temperature):
     assert _p_value(_draws(logits, temperature), (logits / temperature).softmax(-1)) > 1e-4
 
@@ -49,7 +51,9 @@ def test_a_wrong_temperature_is_noticed(logits):
     assert _p_value(_draws(logits, 0.8), (logits / 0.9).softmax(-1)) < 1e-4
 
 
-@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(7, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.1), (40, 0.8, 0.05)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(40, 0.8, 0.05), *(pytest.param(*each, marks=pytest.mark.full) for each in ALONE)]
+)
 def test_truncated_draws_follow_what_transformers_leaves(logits, top_k, top_p, min_p):
     scores = (logits / 0.8).unsqueeze(0)
     for warper in (

@@ -84,6 +84,7 @@ def test_what_is_no_log_is_refused(tmp_path, text, words):
         read_traffic(tmp_path / "none.jsonl")
 
 
+@pytest.mark.full
 def test_steps_with_prompts_are_measured():
     plan = _plan(max_model_len=256)
     measured = measure_costs(

@@ -26,6 +26,7 @@ print(before, rss_mib())
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_large_blocks_are_unmapped_when_they_are_freed():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)

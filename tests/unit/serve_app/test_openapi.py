@@ -22,7 +22,7 @@ from starlette.routing import BaseRoute
 
 from raypp.testing import FakeStage
 
-NUM_EXAMPLES = int(os.environ.get("TEST_SCHEMA_EXAMPLES", "15"))
+NUM_EXAMPLES = int(os.environ.get("TEST_SCHEMA_EXAMPLES", "9"))
 
 load_all_checks()
 PROMISES = CHECKS.get_by_names(

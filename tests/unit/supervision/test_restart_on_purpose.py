@@ -81,6 +81,7 @@ def test_requests_of_any_length_that_was_allowed_still_fit():
         llm.restart(num_kv_blocks=100, num_stages=2)
 
 
+@pytest.mark.full
 def test_an_engine_that_does_not_start_so_goes_on_as_it_was(monkeypatch, undisturbed):
     start = ThreadedEngine._start_life
     tries = []
