@@ -104,6 +104,7 @@ SPOILT = {
 }
 
 
+@pytest.mark.full
 def test_a_wrong_state_lowers_acceptance(prompts, without, monkeypatch) -> None:
     right = run(prompts, num_stages=2, speculative=EAGLE3)[1].acceptance_length
     gather = AuxStates.gather

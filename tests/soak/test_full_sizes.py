@@ -33,7 +33,7 @@ FULL: dict[str, dict[str, str]] = {
     "tests/unit/serve_app/test_hostile_client.py": {"TEST_SIZES": "all"},
     "tests/unit/serve_app/test_page.py": {"TEST_SIZES": "all"},
     "tests/unit/serve_app/test_openapi.py": {"TEST_SCHEMA_EXAMPLES": "100"},
-    "tests/unit/graphs/test_same_bits.py": {"TEST_GRAPH_SEEDS": "12"},
+    "tests/unit/graphs/test_same_bits.py": {"TEST_GRAPH_SEEDS": "12", "TEST_SIZES": "all"},
     "tests/unit/ops/test_attention.py": {"TEST_SIZES": "all"},
     "tests/unit/ops/test_kernels.py": {"TEST_SIZES": "all"},
     "tests/unit/ops/test_kernels_compile.py": {"TEST_SIZES": "all"},

@@ -69,7 +69,7 @@ def test_replays_and_calls_on_one_stage_and_several(seed):
     )
 
 
-@pytest.mark.parametrize("method", ["eagle3", "ngram"])
+@pytest.mark.parametrize("method", ["eagle3", pytest.param("ngram", marks=pytest.mark.full)])
 def test_no_step_reads_what_a_later_replay_may_overwrite(method):
     """Recordings share memory: what one needs for itself lies where those recorded after it leave what they yield."""
     speculative: dict[str, Any] = {"method": method, "free_step_tokens": 14, "forced_acceptance_rate": 0.5}
