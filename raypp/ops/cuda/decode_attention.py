@@ -38,6 +38,9 @@ _MAX_SPLITS = 16
 _PROGRAMS_AT_ONCE = 6  # of a processor, with one query token per row
 _PROGRAMS_OF_LARGE_TILES_AT_ONCE = 3  # of 128 tokens in 8 bits
 _MOST_FLOATS_OF_LARGE_TILES = 32 * 128  # of queries, beside tiles of 128 tokens
+_QUERIES_OF_MOST_WARPS, _MOST_WARPS = 256, 16
+_SHARED_OF_MOST_WARPS = range(160 << 10, 200 << 10)
+"""Of compute capability 8.0, for which 8 warps keep 6 KiB of 256 queries a thread on the stack, and 16 half a KiB."""
 _MOST_FLOATS_OF_FEW_WARPS = 64 * 128  # of queries, whose weighted values four warps keep in registers
 _LEAST_OF_A_SPLIT = 128  # tokens: combining more splits takes longer than they save
 _MOST_COLUMNS_OF_WHOLE_TILES = 256  # of larger heads tiles have fewer tokens
@@ -281,6 +284,8 @@ class TritonDecode:
         tuning = tune_decode(num_rows, self._num_kv_heads, self._device, query_len, query_floats, tile_bytes)
         if block_d > _MOST_COLUMNS_OF_WHOLE_TILES:
             tuning = replace(tuning, tile_tokens=tuning.tile_tokens * _MOST_COLUMNS_OF_WHOLE_TILES // block_d)
+        if self._filled(query_len) >= _QUERIES_OF_MOST_WARPS and self._device.shared_bytes in _SHARED_OF_MOST_WARPS:
+            tuning = replace(tuning, num_warps=_MOST_WARPS)
         fitting = self._fitting(tuning, query_len, cache_bytes)
         if fitting is None:
             most = max(n for n in range(query_len) if self._fitting(tuning, 1 + n, cache_bytes))
@@ -314,7 +319,8 @@ def _shared_bytes(tuning: DecodeTuning, queries: int, block_d: int, block_dv: in
     keeps_all = max(block_d, block_dv) > _MOST_COLUMNS_OF_WHOLE_TILES
     tile, num_kept = tuning.tile_tokens * cache_bytes, tuning.num_stages - (not keeps_all or tuning.num_stages == 1)
     sides = tile * (num_kept * (block_d + block_dv) if num_kept else max(block_d, block_dv))  # keys, then values
-    has_weights = queries <= _MOST_QUERIES_OF_WEIGHTS or max(block_d, block_dv) > 128
+    is_wide = max(block_d, block_dv) > 128 or tuning.num_warps == _MOST_WARPS
+    has_weights = queries <= _MOST_QUERIES_OF_WEIGHTS or is_wide
     return sides + 2 * queries * block_d + 2 * queries * tuning.tile_tokens * has_weights
 
 
