@@ -24,6 +24,7 @@ from raypp.errors import ConfigError
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.graph_plan import max_step_rows
 from raypp.plan.hardware import Hardware
+from raypp.plan.tried_cut import require_tried
 from raypp.plan.layer_partition import prompt_tokens_of_step
 from raypp.sampling_params import SamplingParams
 from raypp.supervision.supervised_engine import SupervisedEngine
@@ -72,12 +73,15 @@ def connect_and_plan(config: EngineConfig, deadline: Deadline) -> tuple[EnginePl
     if not may_be_elsewhere(config, here):
         _warn_of_unusable_gpus(config, here)
         plan = plan_engine(config, here)
+        require_tried(plan)
         return plan, here, Cluster.connect()
     cluster = Cluster.connect()
     try:
         hardware = hardware_of_stages(here, deadline)
         _warn_of_unusable_gpus(config, hardware)
-        return plan_engine(config, hardware), hardware, cluster
+        plan = plan_engine(config, hardware)
+        require_tried(plan)
+        return plan, hardware, cluster
     except BaseException:
         cluster.disconnect()
         raise
@@ -129,7 +133,9 @@ class EngineHandle(SupervisedEngine[EngineLife]):
                 self._cluster.disconnect()
 
     def _make_plan(self, config: EngineConfig) -> EnginePlan:
-        return plan_engine(config, self._hardware)
+        plan = plan_engine(config, self._hardware)
+        require_tried(plan)
+        return plan
 
     def _start_life(self) -> EngineLife:
         is_closing = self._supervisor.is_closing

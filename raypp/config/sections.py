@@ -41,6 +41,9 @@ class ModelSection(Section):
     """`tiny` (shipped with raypp), a directory in Hugging Face layout, or a Hugging Face model id."""
     revision: str | None = Field(default=None, min_length=1)
     """Which version of a Hugging Face model: a branch, a tag or a commit. None: its main branch."""
+    model_impl: Literal["auto", "raypp", "transformers"] = "auto"
+    """Whose layers compute. `raypp`: raypp's own, of the architectures in README's table. `transformers`: transformers'
+    modules, with raypp's attention. `auto`: raypp's where it has the architecture, else transformers'."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` makes random weights from config.json alone."""
     dtype: Annotated[

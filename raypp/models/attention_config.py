@@ -29,7 +29,7 @@ class AttentionConfig:
     num_kv_heads: int  # Hk, a divisor of Hq
     head_dim: int  # of queries and keys
     v_dim: int  # of values
-    rope: RopeConfig
+    rope: RopeConfig | None  # None: the modules that call attention rotate
     window: int | None = None  # tokens that a query sees, its own included; None: all before it
     scale: float | None = None  # of the scores; None: head_dim ** -0.5
     soft_cap: float | None = None  # scores become cap * tanh(score / cap)

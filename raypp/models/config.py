@@ -10,9 +10,10 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from raypp.errors import ModelLoadError
+from raypp.models.asked import PROBE, asked
 from raypp.models.attention_config import AttentionConfig
 from raypp.models.checkpoint_names import are_alike, file_of_tensor, has_safetensors, stored_tensors
 from raypp.models.config_fields import ConfigFields, read_json
@@ -48,13 +49,27 @@ _KV_KNOWN = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": Fa
 _KV_WHERE_UNSAID = {"strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
+TRANSFORMERS = "transformers"
+"""In front of the name of an architecture: its modules are transformers'."""
+_USUAL_POSITIONS = 8192  # where transformers' configuration says nothing: what positions are computed of has no end
 _SLIDING = "sliding_attention"
 _LAYER_TYPES = {"full_attention", _SLIDING}
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 EMBEDDING = "embed_tokens.weight"
 """The token embedding's name below a model's `weight_prefix`."""
 LM_HEAD = "lm_head.weight"
+ModelImpl = Literal["auto", "raypp", "transformers"]
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredLayer:
+    """What a layer of transformers' modules takes."""
+
+    num_parameters: int  # those of experts aside
+    num_expert_parameters: int = 0
+    share_chosen: float = 1.0  # of the experts, by a token
+    mlp_width: int  # elements of the widest product, of a token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +94,7 @@ class ModelConfig:
     vision: VisionConfig | None = None  # None: it reads text alone
     experts: ExpertConfig | None = None  # None: all layers are dense
     quantization: Quantization | None = None  # None: weights are floats of 16 or 32 bits
+    measured: tuple[MeasuredLayer, ...] | None = None  # of each layer of transformers' modules; None: raypp's layers
     has_fp8_kv_cache: bool = False  # whether the checkpoint was made for a KV cache in 8 bits
 
     @property
@@ -104,12 +120,17 @@ class ModelConfig:
 
 
 def load_model_config(
-    path: Path, *, rope_scaling: Mapping[str, Any] | None = None, max_model_len: int | None = None
+    path: Path,
+    *,
+    impl: ModelImpl = "auto",
+    rope_scaling: Mapping[str, Any] | None = None,
+    max_model_len: int | None = None,
 ) -> ModelConfig:
     """Read a model directory's config.json, and the end-of-sequence ids of its generation_config.json if it has one.
 
     Args:
         path: The directory.
+        impl: Whose layers; see `raypp.config.sections.ModelSection`.
         rope_scaling: In place of the file's field of that name; None: as the file has it.
         max_model_len: Tokens of the longest request, which dynamic scaling is chosen by; None: as many as are trained.
 
@@ -118,7 +139,9 @@ def load_model_config(
     """
     file = path / "config.json"
     whole = ConfigFields(file, read_json(file))
-    architecture = _architecture(whole)
+    architecture = _architecture(whole, impl)
+    if architecture not in FAMILIES:
+        return _transformers_config(path, whole, architecture, has_options=rope_scaling is not None)
     family = FAMILIES[architecture]
     fields = _text_fields(whole) if family.has_vision else whole
     if rope_scaling is not None:
@@ -178,7 +201,7 @@ def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
     Raises:
         ModelLoadError: the checkpoint is not readable.
     """
-    if not has_safetensors(path):
+    if config.measured is not None or not has_safetensors(path):
         return config
     names = file_of_tensor(path)
     if config.vision is None and EMBEDDING in names and config.weight_prefix + EMBEDDING not in names:
@@ -204,17 +227,56 @@ def _text_fields(whole: ConfigFields) -> ConfigFields:
     return ConfigFields(whole.file, {**above, **said, **tied})
 
 
-def _architecture(fields: ConfigFields) -> str:
+def _architecture(fields: ConfigFields, impl: ModelImpl) -> str:
     names = fields.get("architectures")
-    if isinstance(names, list):
-        for name in names:
-            if name in FAMILIES:
-                return cast(str, name)
+    listed = [str(name) for name in names] if isinstance(names, list) else []
+    if impl != "transformers" and (known := next((name for name in listed if name in FAMILIES), None)):
+        return known
+    if impl != "raypp" and listed and "agle" not in str(names):
+        return f"{TRANSFORMERS}:{listed[0]}"
     raise ModelLoadError(
         f"{fields.file}: raypp does not have this architecture",
         got=names if names else f"architectures={names!r}, model_type={fields.get('model_type')!r}",
         expected=f"one of {', '.join(FAMILIES)}",
         hint="the head of a draft goes beside its model: --draft-model" if "agle" in str(names) else None,
+    )
+
+
+def _transformers_config(path: Path, whole: ConfigFields, architecture: str, *, has_options: bool) -> ModelConfig:
+    """Return what a model of transformers' modules needs, as these say it.
+
+    Raises:
+        ModelLoadError: transformers does not have it, it needs what raypp cannot give, or it is quantized.
+    """
+    found = asked(PROBE, path)
+    if (error := found.get("error")) is not None:
+        raise ModelLoadError(
+            f"{whole.file}: {architecture.partition(':')[2]} does not run by transformers' modules: {error['message']}",
+            got=error["got"],
+            expected=error.get("expected"),
+            hint="docs/models.md lists what runs",
+        )
+    text = ConfigFields(whole.file, {**whole.values, **(whole.get("text_config") or {})})
+    if text.get("quantization_config"):
+        raise text.error("quantization_config", "an object", "none: transformers' modules compute in 16 or 32 bits")
+    if has_options:
+        raise text.error("rope_scaling", "an option", "none: transformers' modules rotate as config.json says")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=found["vocab_size"],
+        hidden_size=found["hidden_size"],
+        intermediate_size=0,
+        attention=tuple(AttentionConfig(**layer) for layer in found["attention"]),
+        rms_norm_eps=0.0,
+        qkv_bias=False,
+        attention_output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        tie_word_embeddings=found["tie_word_embeddings"],
+        max_position_embeddings=found["max_position_embeddings"] or _USUAL_POSITIONS,
+        dtype=read_dtype(text),
+        eos_token_ids=_eos_token_ids(path, ConfigFields(text.file, {**text.values, "vocab_size": found["vocab_size"]})),
+        measured=tuple(MeasuredLayer(**layer) for layer in found["layers"]),
     )
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # planning asks where a model is, and must not wait for torch
 
     from raypp.models.decoder import DecoderModel, HeadSupport
     from raypp.models.qwen3_vl import Qwen3VLVisionTower
+    from raypp.models.transformers_model import TransformersModel
     from raypp.models.weights import WeightSource
     from raypp.ops.backend import KernelSet
 
@@ -49,7 +50,8 @@ def build_model(
     device: torch.device,
     kernels: KernelSet | None = None,
     head_support: HeadSupport | None = None,
-) -> DecoderModel:
+    path: Path | None = None,
+) -> DecoderModel | TransformersModel:
     """Return the layers [start_layer, end_layer) of a model, still without weights.
 
     Args:
@@ -60,10 +62,24 @@ def build_model(
         device: Where they are.
         kernels: What it computes with; None: what `choose_kernels` takes for one-token decode rows.
         head_support: What it does for a draft head; None: there is none.
+        path: The directory of config.json, which transformers' modules are made of.
     """
     from raypp.models.decoder import DecoderModel
     from raypp.ops.device_kernels import choose_kernels
 
+    if config.measured is not None:
+        from raypp.models.transformers_model import TransformersModel
+
+        assert path is not None
+        return TransformersModel(
+            config,
+            path,
+            start_layer=start_layer,
+            end_layer=end_layer,
+            dtype=dtype,
+            device=device,
+            kernels=kernels or choose_kernels(device, dtype),
+        )
     return DecoderModel(
         config,
         start_layer=start_layer,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from raypp.models.config import ModelConfig
+from raypp.models.config import MeasuredLayer, ModelConfig
 
 LOGIT_BYTES = 4  # whatever the model's type, see `raypp.ops.backend.KernelSet.lm_head`
 
@@ -73,7 +73,15 @@ class _Product(NamedTuple):
 @lru_cache(maxsize=16)
 def layer_sizes(config: ModelConfig, dtype_bytes: int) -> tuple[LayerSize, ...]:
     """Return the size of each layer: dense or with experts, quantized or with elements of `dtype_bytes`."""
+    if config.measured is not None:
+        return tuple(_measured_size(layer, dtype_bytes) for layer in config.measured)
     return tuple(_layer_size(config, index, dtype_bytes) for index in range(config.num_layers))
+
+
+def _measured_size(layer: MeasuredLayer, dtype_bytes: int) -> LayerSize:
+    shared, of_experts, share = layer.num_parameters, layer.num_expert_parameters, layer.share_chosen
+    reads = WeightReads(shared * dtype_bytes, of_experts * dtype_bytes, share)
+    return LayerSize(reads, shared + of_experts, shared + int(of_experts * share))
 
 
 def linear_modules(config: ModelConfig, layer_index: int) -> list[str]:
@@ -101,6 +109,8 @@ def mlp_width(config: ModelConfig) -> int:
 
     Of an expert: its gated product, once as it is made and once as it is read, and its output before these are summed.
     """
+    if config.measured is not None:
+        return 3 * max(layer.mlp_width for layer in config.measured)
     dense = 3 * config.intermediate_size
     if config.experts is None:
         return dense

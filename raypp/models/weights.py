@@ -109,6 +109,11 @@ class CheckpointWeights:
         file_name = self._file_with(name)
         return None if file_name is None else _TYPES.get(self._open(file_name).get_slice(name).get_dtype())
 
+    def slices(self) -> dict[str, Any]:
+        """Return all tensors by name, as safetensors' slices: what is not indexed is not read."""
+        found = {name: self._file_with(name) for name in self._file_of_tensor}
+        return {name: self._open(file).get_slice(name) for name, file in found.items() if file is not None}
+
     def unread(self) -> Collection[str]:
         return self._file_of_tensor.keys() - self._read
 

@@ -88,7 +88,10 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     """
     model_path = find_model(config.model.model, config.model.revision)
     read = load_model_config(
-        model_path, rope_scaling=config.model.rope_scaling, max_model_len=config.model.max_model_len
+        model_path,
+        impl=config.model.model_impl,
+        rope_scaling=config.model.rope_scaling,
+        max_model_len=config.model.max_model_len,
     )
     described = with_even_routing(config, read)
     stored = described if config.model.load_format == "dummy" else as_stored(described, model_path)
@@ -99,6 +102,8 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     kv_dtype = choose_kv_dtype(config, model, hardware, device=device, dtype=dtype)
     dtype_bytes, kv_dtype_bytes = DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]
     num_threads = config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages)
+    if stored.measured is not None:
+        _refuse_for_transformers(config)
     head, head_path = draft_head(config, model, hardware, device=device, dtype=dtype)
     held = held_model(model, hardware, device=device, dtype=dtype)
     if head is not None and model.windows[0] is not None:
@@ -159,6 +164,18 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         layers=tuple(layers),
         memory=memory,
     )
+
+
+def _refuse_for_transformers(config: EngineConfig) -> None:
+    """Refuse what is for raypp's own layers alone."""
+    head = config.speculative.model
+    for what, asked in (("a draft head reads hidden states, which", head), ("model.quantization", config.model.quantization)):
+        if asked is not None:
+            raise ConfigError(
+                f"{what} is for models of raypp's own layers",
+                got=f"{asked}, and a model of transformers' modules",
+                hint="README lists the architectures with layers of raypp's own",
+            )
 
 
 def block_bytes_by_group(

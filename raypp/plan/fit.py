@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
+from raypp.models.config import ModelConfig
 from raypp.models.registry import resolve_config_path
 from raypp.models.sizes import parameter_counts
 from raypp.plan.engine_layout import EngineLayout, lay_out
@@ -85,7 +87,8 @@ class Fit:
             "architecture": self.layout.model.architecture,
             "num_parameters": total,
             "num_active_parameters": active,
-            "has_experts": self.layout.model.experts is not None,
+            "layers": describe_layers(self.layout.model),
+            "has_experts": total != active,
             "quantization": None if form is None else form.format,
             "dtype": self.layout.dtype,
             "kv_cache_dtype": self.layout.kv_dtype,
@@ -389,6 +392,21 @@ def summary_of(fit: Fit) -> dict[str, Any]:
         "num_tokens": length,
         "num_requests": fit.num_requests(length),
     }
+
+
+def describe_layers(model: ModelConfig) -> str:
+    """Return whose layers a model has, how many, and what is special about their attention."""
+    parts = [f"{model.num_layers} layers by {'raypp' if model.measured is None else 'transformers'}"]
+    windows = Counter(attention.window for attention in model.attention if attention.window is not None)
+    parts += [f"{count} with a window of {window} tokens" for window, count in windows.items()]
+    for what, has in (
+        ("sinks", any(attention.has_sinks for attention in model.attention)),
+        ("capped scores", any(attention.soft_cap is not None for attention in model.attention)),
+        ("keys and values of different sizes", any(each.head_dim != each.v_dim for each in model.attention)),
+    ):
+        if has:
+            parts.append(what)
+    return ", ".join(parts)
 
 
 def describe_fit(config: EngineConfig, machines: tuple[Machine, ...] | None = None) -> dict[str, Any]:

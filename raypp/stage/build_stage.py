@@ -72,13 +72,14 @@ def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactor
         device=device,
         kernels=kernels,
         head_support=_head_support(spec),
+        path=Path(spec.model_path),
     )
     source = open_weights(spec.load_format, spec.model_path, spec.seed, device)
     model.load_weights(source)
     warn_of_unread(source, f"stage {spec.stage_index}", model.owns_tensor)
-    if spec.graphs.compile_backend is not None:
+    if isinstance(model, DecoderModel) and spec.graphs.compile_backend is not None:
         compile_layers(model, spec.max_step_tokens, spec.graphs.compile_backend)
-    if spec.draft_head is not None and spec.is_last:
+    if isinstance(model, DecoderModel) and spec.draft_head is not None and spec.is_last:
         model.draft_head = _build_draft_head(spec, spec.draft_head, config, model)
     return model
 

@@ -1,0 +1,372 @@
+"""The layers of a stage as transformers' own modules: for decoders that raypp declares no family of.
+
+Transformers builds the whole model on the meta device, and only what this stage computes gets weights. Its classes run
+as they are, with the kernel set's attention in place of theirs. Between stages one tensor travels, the residual stream:
+
+    other stage   `_Elsewhere` in place of the layer; the one before `start_layer` hands in what was received
+    this stage    layers [start_layer, end_layer)
+    other stage   `_Elsewhere`; the one at `end_layer` keeps what it is given, which goes to the next stage
+
+So what a model does between embedding and first layer happens on the first stage alone, and what it does behind the
+last layer on the last. A model whose layers take more than the residual stream (keys of other layers, token ids) gives
+other tokens when it is cut; see `raypp.models.transformers_check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from raypp.errors import ModelLoadError
+from raypp.graphs.cost import GraphCost
+from raypp.models.attention_config import AttentionConfig
+from raypp.models.config import ModelConfig
+from raypp.models.decoder import Deepstack
+from raypp.models.weights import CheckpointWeights, WeightSource
+from raypp.ops.attention import AttentionBatch, Heads, Rotation
+from raypp.ops.backend import Attention, KernelSet, LMHead
+from raypp.ops.kv_cache import LayerCache
+from raypp.ops.weight import Weight
+
+_ATTENTION = "raypp"
+_PLACE = "raypp_attention"
+_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""Of a language model beside a tower, and by itself."""
+
+
+def _attend(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[Any, None]:
+    """Attend as whatever stands at `module`; see transformers' attention interface."""
+    return getattr(module, _PLACE)(query, key, value, mask, options), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attend)
+
+
+def empty_model(path: Path, dtype: torch.dtype) -> Any:
+    """Return transformers' model of a directory's config.json on the meta device.
+
+    Raises:
+        ModelLoadError: transformers has no decoder of that configuration.
+    """
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+        config = config.get_text_config(decoder=True)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION, dtype=dtype)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        raise ModelLoadError(
+            f"{path}: transformers makes no decoder of its config.json",
+            got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            expected="a model type of transformers that generates text",
+        ) from error
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("grouped_mm")
+    return model.eval()
+
+
+def layers_of(model: Any) -> nn.ModuleList:
+    """Return the decoder layers of transformers' model.
+
+    Raises:
+        ModelLoadError: it has no list of them.
+    """
+    num_layers = model.config.num_hidden_layers
+    for module in model.get_decoder().children():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise ModelLoadError(
+        f"{type(model).__name__} keeps its layers in no list, so that no stage can have some of them",
+        expected=f"{num_layers} layers in a ModuleList",
+    )
+
+
+def attend_at(layer: nn.Module, attention: object) -> None:
+    """Have all attention of a layer go to `attention`, a callable as `LayerAttention` is."""
+    for module in layer.modules():
+        setattr(module, _PLACE, attention)
+
+
+def _name_of_text(name: str) -> str:
+    """Return what a tensor is called in the language model, if it is one of a model that has a tower besides."""
+    for prefix, own in _PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
+
+
+class _Elsewhere(nn.Module):
+    """Stands where another stage's layer is: hands in what was received, or passes on; keeps what it was given."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():  # what the model's loop reads: the kind of the layer
+            if isinstance(value, (str, int, float)):
+                setattr(self, name, value)
+        self.received: torch.Tensor | None = None
+        self.seen: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        self.seen = hidden
+        return hidden if self.received is None else self.received
+
+
+class _Given(nn.Module):
+    """Stands where the decoder is while logits are computed: returns the hidden states of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+class _Head(nn.Module):
+    """The LM head by the kernel set, [1, N, H] to float32 [1, N, V]."""
+
+    def __init__(self, head: LMHead, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self._head = head
+        self._bias = bias
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._head(hidden[0].contiguous()).unsqueeze(0)
+        return logits if self._bias is None else logits + self._bias
+
+
+class _Step:
+    """What attention reads of the step that runs."""
+
+    batch: AttentionBatch
+    caches: Sequence[LayerCache]
+    ropes: Mapping[int, Rotation]
+    """By size of a head."""
+
+
+class LayerAttention:
+    """The attention of one layer: transformers' queries, keys and values, already rotated, to the kernel set's.
+
+    Args:
+        step: Of the stage.
+        place: Of the layer among the stage's.
+        config: How the layer attends.
+        group: Of its KV blocks.
+        kernels: Of the device.
+    """
+
+    def __init__(self, step: _Step, place: int, config: AttentionConfig, group: int, kernels: KernelSet) -> None:
+        self._step = step
+        self._place = place
+        self._config = config
+        self._group = group
+        self._kernels = kernels
+        self._attention: Attention | None = None
+
+    def prepare(self, sinks: torch.Tensor | None) -> Attention:
+        """Return the layer's operation, made once. Shapes: sinks [Hq]."""
+        if self._attention is None:
+            config = self._config
+            heads = Heads(
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                v_dim=config.v_dim,
+                scale=config.head_dim**-0.5 if config.scale is None else config.scale,
+                window=config.window,
+                soft_cap=config.soft_cap,
+                sinks=None if sinks is None else sinks.float(),
+                group=self._group,
+            )
+            self._attention = self._kernels.attention(heads)
+        return self._attention
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, options: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Return [1, T, Hq, Dv]. Shapes: query [1, Hq, T, Dk], key [1, Hk, T, Dk], value [1, Hk, T, Dv]."""
+        step, attend = self._step, self.prepare(options.get("s_aux"))
+        qkv = torch.cat([each[0].transpose(0, 1).flatten(1) for each in (query, key, value)], -1)
+        out = None if step.batch.padded_out is None else step.batch.padded_out[self._config.output_size]
+        attended = attend(qkv, step.ropes[self._config.head_dim], step.caches[self._place], step.batch, out)
+        return attended.view(1, len(qkv), self._config.num_heads, self._config.v_dim)
+
+
+class TransformersModel:
+    """The layers [start_layer, end_layer) of any decoder; see `raypp.stage.stage_model.StageModel`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        path: Path,
+        *,
+        start_layer: int,
+        end_layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: KernelSet,
+    ) -> None:
+        self.hidden_size = config.hidden_size
+        self.kernels = kernels
+        self.taps: dict[int, torch.Tensor] = {}
+        self.costs: dict[str, GraphCost] = {}
+        self.draft_head = None
+        self._config = config
+        self._path = path
+        self._device = device
+        self._own = range(start_layer, end_layer)
+        self._is_first, self._is_last = start_layer == 0, end_layer == config.num_layers
+        self._model = model = empty_model(path, dtype)
+        self._decoder = model.get_decoder()
+        self._step = _Step()
+        layers = layers_of(model)
+        for index, layer in enumerate(layers):
+            if index in self._own:
+                attention = config.attention[index]
+                group = config.windows.index(attention.window)
+                attend_at(layer, LayerAttention(self._step, index - start_layer, attention, group, kernels))
+            else:
+                layers[index] = _Elsewhere(layer)
+        self._before = None if self._is_first else layers[start_layer - 1]
+        self._behind = None if self._is_last else layers[end_layer]
+        if not (self._is_first or (self._is_last and config.tie_word_embeddings)):
+            model.set_input_embeddings(nn.Identity())
+        if not self._is_last:
+            model.set_output_embeddings(nn.Identity())
+        self._given = _Given()
+        # The modules have rotated queries and keys: the kernels rotate by 0.
+        head_dims = {attention.head_dim for attention in config.attention[start_layer:end_layer]}
+        self._frequencies = {head_dim: torch.zeros(head_dim // 2, device=device) for head_dim in head_dims}
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the stage's weights, tied ones counted once."""
+        return sum(each.nbytes for each in {id(each): each for each in self._model.parameters()}.values())
+
+    def owns_tensor(self, name: str) -> bool:
+        """Return whether a tensor that was not read should have been: transformers names those itself."""
+        return False
+
+    def load_weights(self, source: WeightSource) -> None:
+        """Read this stage's tensors, and no others.
+
+        Raises:
+            ModelLoadError: a tensor is missing, has the wrong shape, or cannot be read.
+        """
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        model, device_map = self._model, {"": self._device}
+        if isinstance(source, CheckpointWeights):
+            load = LoadStateDictConfig(
+                weight_mapping=get_model_conversion_mapping(model), dtype=model.dtype, device_map=device_map
+            )
+            slices = {_name_of_text(name): tensor for name, tensor in source.slices().items()}
+            info, _ = convert_and_load_state_dict_in_model(model, slices, load)
+            parameters = {name for name, _ in model.named_parameters()} - self._tied
+            if missing := sorted(info.missing_keys & parameters):
+                raise ModelLoadError(
+                    f"{self._path} lacks tensors",
+                    got=f"none for {', '.join(missing[:5])}",
+                    expected=f"all that {type(model).__name__} has",
+                )
+        else:
+            for name, parameter in list(model.named_parameters()):
+                if name not in self._tied:
+                    tensor = source.get(name, tuple(parameter.shape), parameter.dtype).to(self._device)
+                    self._set(name, nn.Parameter(tensor, requires_grad=False))
+        if self._tied:
+            self._set(*self._tied, model.get_input_embeddings().weight)
+        buffers = {name for name, buffer in model.named_buffers() if buffer.is_meta}
+        model._move_missing_keys_from_meta_to_device(buffers, device_map, None, None)
+        model._initialize_missing_keys(False)  # buffers that no checkpoint holds: rotary tables
+        model.requires_grad_(False)
+        for name, tensor in self._tensors():
+            assert not tensor.is_meta, name
+        if self._is_last:
+            head = model.get_output_embeddings()
+            kernel = self.kernels.lm_head(Weight(head.weight), is_shared=self._config.tie_word_embeddings)
+            model.set_output_embeddings(_Head(kernel, getattr(head, "bias", None)))
+            self._name = next(name for name, child in model.named_children() if child is self._decoder)
+
+    @property
+    def _tied(self) -> set[str]:
+        """The name of the LM head's weight where it is the embedding; empty where it is not, or not here."""
+        head = self._model.get_output_embeddings()
+        if not (self._is_last and self._config.tie_word_embeddings):
+            return set()
+        return {f"{name}.weight" for name, module in self._model.named_modules() if module is head}
+
+    def _set(self, name: str, parameter: nn.Parameter) -> None:
+        owner, _, last = name.rpartition(".")
+        setattr(self._model.get_submodule(owner), last, parameter)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._model.named_parameters()
+        yield from self._model.named_buffers()
+
+    @property
+    def attention_sizes(self) -> tuple[int, ...]:
+        """Elements of attention's output per token, Hq * Dv, of any of the layers; all differ."""
+        return tuple({self._config.attention[index].output_size: None for index in self._own})
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether a decode step never waits for the device."""
+        return self.kernels.can_be_recorded or self._device.type == "cpu"
+
+    def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
+        """Do the host's part of a step's attention; see `raypp.ops.backend.KernelSet`."""
+        self.kernels.plan_attention(attention, ring_entry)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the tokens' embeddings, [T, H]. First stage only. Shapes: input_ids [T] int32 or int64."""
+        embedded: torch.Tensor = self._model.get_input_embeddings()(input_ids.unsqueeze(0))[0]
+        return embedded
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        kv_caches: Sequence[LayerCache],
+        deepstack: Deepstack | None = None,
+    ) -> torch.Tensor:
+        """Return what travels on, [T, H]: the residual stream, on the last stage the decoder's output.
+
+        Shapes: hidden [T, H]; positions [T] int64.
+        """
+        assert deepstack is None, "images are for models with a tower of raypp's"
+        step = self._step
+        step.batch, step.caches = attention, kv_caches
+        step.ropes = {size: self.kernels.rotation(positions, zeros) for size, zeros in self._frequencies.items()}
+        if self._before is not None:
+            self._before.received = hidden.unsqueeze(0)
+        output = self._decoder(
+            inputs_embeds=hidden.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
+        ).last_hidden_state
+        left: torch.Tensor = output if self._behind is None else self._behind.seen
+        return left[0]
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits, [N, V] float32; in `out` if that is given. Last stage only. Shapes: hidden [N, H]."""
+        self._given.hidden = hidden.unsqueeze(0)
+        setattr(self._model, self._name, self._given)
+        try:
+            logits: torch.Tensor = self._model(inputs_embeds=self._given.hidden, use_cache=False).logits[0]
+        finally:
+            setattr(self._model, self._name, self._decoder)
+        return logits.float() if out is None else out.copy_(logits)

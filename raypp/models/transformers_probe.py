@@ -1,0 +1,140 @@
+"""Finds out what a decoder of transformers needs, by running it on the meta device: `python -m` it with a directory.
+
+A process of its own, since torch and transformers take seconds to import, which planning must not wait for twice: what
+it prints is kept, see `raypp.models.asked`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from raypp.errors import ModelLoadError, RayppError
+from raypp.models.attention_config import AttentionConfig
+from raypp.models.config import MeasuredLayer
+from raypp.models.transformers_model import attend_at, empty_model, layers_of
+
+_NUM_TOKENS = 4
+_EXPERTS = "raypp_probe"
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "top_k")
+"""How configurations call the experts that a token goes through."""
+
+
+def _no_experts(module: nn.Module, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.empty_like(hidden)
+
+
+ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _no_experts)
+
+
+class _Witness:
+    """Stands for the attention of a layer, and writes down how it is called."""
+
+    def __init__(self, index: int, layer: nn.Module, config: Any) -> None:
+        self.index = index
+        self.found: AttentionConfig | None = None
+        self._config = config
+        self._window = next((w for m in layer.modules() if (w := getattr(m, "sliding_window", None))), None)
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, options: Mapping[str, Any]
+    ) -> torch.Tensor:
+        if mask is not None:
+            raise ModelLoadError("its layers make attention masks of their own", got=f"layer {self.index}")
+        found = AttentionConfig(
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=query.shape[3],
+            v_dim=value.shape[3],
+            rope=None,
+            window=self._window_of(options),
+            scale=options.get("scaling"),
+            soft_cap=options.get("softcap"),
+            has_sinks=options.get("s_aux") is not None,
+        )
+        if self.found is not None:
+            raise ModelLoadError("a layer attends more than once", got=f"layer {self.index}")
+        self.found = found
+        return query.new_empty(1, query.shape[2], found.num_heads, found.v_dim)
+
+    def _window_of(self, options: Mapping[str, Any]) -> int | None:
+        """Return the layer's window; some families leave it to the mask that transformers would make."""
+        kinds = getattr(self._config, "layer_types", None)
+        window = options.get("sliding_window")
+        if window is None and (kinds is None or kinds[self.index] == "sliding_attention"):
+            window = self._window or (kinds and getattr(self._config, "sliding_window", None))
+        return window or None
+
+
+def probe(path: Path) -> dict[str, Any]:
+    """Return what planning needs of a model, as JSON has it; see `raypp.models.config`.
+
+    Raises:
+        ModelLoadError: transformers does not have it, or it needs what raypp cannot give.
+    """
+    model = empty_model(path, torch.float32)
+    config, layers = model.config, layers_of(model)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation(_EXPERTS)
+    witnesses = [_Witness(index, layer, config) for index, layer in enumerate(layers)]
+    for witness, layer in zip(witnesses, layers, strict=True):
+        attend_at(layer, witness)
+    ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
+    with torch.inference_mode():
+        output = model(input_ids=ids, position_ids=ids, use_cache=False)
+    for witness in witnesses:
+        if witness.found is None:
+            kinds = getattr(config, "layer_types", None)
+            raise ModelLoadError(
+                "a layer keeps no keys and values",
+                got=f"layer {witness.index}" + (f", {kinds[witness.index]}" if kinds else ""),
+                expected="layers of attention: raypp keeps no recurrent states yet",
+            )
+    measured = [_measured(layer, config) for layer in layers]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = embedding.weight is head.weight or bool(config.tie_word_embeddings)
+    return {
+        "class": type(model).__name__,
+        "vocab_size": output.logits.shape[-1],
+        "hidden_size": embedding.weight.shape[1],
+        "tie_word_embeddings": is_tied,
+        "max_position_embeddings": getattr(config, "max_position_embeddings", None),
+        "attention": [asdict(witness.found) for witness in witnesses if witness.found is not None],
+        "layers": [asdict(each) for each in measured],
+    }
+
+
+def _measured(layer: nn.Module, config: Any) -> MeasuredLayer:
+    experts = [parameter for parameter in layer.parameters() if parameter.ndim == 3]
+    num_experts = max((len(parameter) for parameter in experts), default=0)
+    chosen = next((getattr(config, name) for name in _CHOSEN if getattr(config, name, None)), num_experts)
+    of_experts = sum(parameter.numel() for parameter in experts)
+    return MeasuredLayer(
+        num_parameters=sum(parameter.numel() for parameter in layer.parameters()) - of_experts,
+        num_expert_parameters=of_experts,
+        share_chosen=min(1.0, int(chosen) / num_experts) if num_experts else 1.0,
+        mlp_width=max((module.out_features for module in layer.modules() if isinstance(module, nn.Linear)), default=0),
+    )
+
+
+def main(path: str) -> None:
+    """Print what `probe` found, or the error, as one line of JSON."""
+    try:
+        found = probe(Path(path))
+    except RayppError as error:
+        found = {"error": {"message": error.message, "got": error.got, "expected": error.expected}}
+    except Exception as error:  # a model's own code may raise anything
+        found = {"error": {"message": "it does not run on the meta device", "got": f"{type(error).__name__}: {error}"}}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,82 @@
+"""Small random models in the shape of any decoder of transformers: as many layers of the same kinds, narrow ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 6,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "global_head_dim": 16,
+    "vocab_size_per_layer_input": 257,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""What fields of a configuration become, where it has them."""
+_MATRIX_STD, _VECTOR_STD = 0.15, 0.5  # large enough that texts vary
+
+
+def shrunken_config(config: Any, **values: Any) -> Any:
+    """Return a decoder's configuration with the same layers, narrow; `values` are fields to set besides."""
+    fields = config.to_dict()
+    chosen = {name: size for name, size in SIZES.items() if fields.get(name) is not None}
+    if "kv_lora_rank" in chosen:  # keys are rotated apart from the rest, for each head
+        chosen |= {"head_dim": 8, "num_key_value_heads": 4}
+    elif fields.get("num_key_value_heads") == fields.get("num_attention_heads"):
+        chosen["num_key_value_heads"] = 4
+    rope = fields.get("rope_parameters")
+    if isinstance(rope, dict):
+        chosen["rope_parameters"] = _narrow_rope(rope)
+    new = type(config)(**{**fields, **chosen, **values})
+    new.dtype = torch.float32
+    return new
+
+
+def _narrow_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return rotary parameters, per kind of layer or not, whose lists of a number per pair are cut to those left."""
+    if all(isinstance(value, dict) for value in rope.values()) and rope:
+        return {kind: _narrow_rope(value) for kind, value in rope.items()}
+    share = rope.get("partial_rotary_factor") or 1.0
+    num_pairs = int(SIZES["head_dim"] * share) // 2
+    return {name: value[:num_pairs] if isinstance(value, list) else value for name, value in rope.items()}
+
+
+def save_random_model(config: Any, directory: Path, *, seed: int = 0) -> Path:
+    """Write a random float32 model of a configuration to `directory` and return it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=_MATRIX_STD)
+            elif "norm" not in name:
+                torch.nn.init.normal_(parameter, std=_VECTOR_STD)
+    model.save_pretrained(directory)
+    return directory

@@ -1,0 +1,96 @@
+"""Decoders that raypp declares no family of, by transformers' modules: tokens equal transformers' own.
+
+Shrunken random models of each type on 1, 2 and 3 stages: prompts in chunks, cached prefixes, preemption, n-grams.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from exactness import ExactComparison
+from hf_models import choices_of
+from shrunken_models import make_shrunken
+from sizes import sized
+
+from raypp.config.engine_config import EngineConfig
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
+from raypp.testing import LocalEngine
+from raypp.types import SamplingParams
+
+NUM_NEW_TOKENS = 12
+IN_CI = {
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},  # norms before and after, scaling
+    "gpt_oss": {},  # sinks, experts with biases
+    "glm4_moe": {},  # partial rotation, a shared expert
+    "minimax_m2": {},  # a norm over all heads
+    "olmo3": {},  # norms behind
+    "phi3": {},  # one product for queries, keys and values
+    "mistral": {},
+    "cohere2": {},  # attention and MLP beside each other, scaled logits
+    "granite": {},  # multipliers
+    "deepseek_v3": {},  # keys and values of several sizes out of latents
+    "ernie4_5": {},
+    "hunyuan_v1_dense": {},
+}
+IN_SOAK = (
+    "afmoe apertus arcee aria_text axk1 cohere cohere2_moe deepseek_v2 dots1 ernie4_5_moe exaone4 exaone_moe flex_olmo "
+    "gemma gemma2 gemma4_text glm glm4 glm4_moe_lite gpt_neox granitemoe granitemoe_swa helium hunyuan_v1_moe hy_v3 "
+    "jais2 laguna llama mellum mimo_v2_flash minicpm3 ministral3 mixtral nanochat nemotron olmo2 olmoe opt phi phimoe "
+    "qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma"
+).split()
+TYPES = [
+    *(pytest.param(name, values, id=name) for name, values in IN_CI.items()),
+    *(pytest.param(name, {}, id=name, marks=pytest.mark.full) for name in IN_SOAK),
+]
+RUNS = (
+    {"num_stages": 1},
+    {"num_stages": 2, "num_kv_blocks": 22},
+    {"num_stages": 3, "method": "ngram", "num_speculative_tokens": 2, "min_n": 1},
+)
+
+
+def prompts_of() -> list[list[int]]:
+    """Return prompts of mixed lengths; two share a beginning, one repeats itself."""
+    rng = random.Random(0)
+    shared = [rng.randrange(3, 250) for _ in range(20)]
+    prompts = [[rng.randrange(3, 250) for _ in range(count)] for count in (12, 3, 30)]
+    return [*prompts, [7, 8, 9, 10] * 5, [*shared, 5], [*shared, 6, 7]]
+
+
+@pytest.mark.parametrize(("model_type", "values"), TYPES)
+def test_greedy_tokens_equal_transformers(model_type: str, values: dict[str, object], tmp_path: Path) -> None:
+    path = make_shrunken(model_type, tmp_path, **values)
+    auto = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+    @torch.inference_mode()
+    def reference(_: Path, prompt: list[int], output: list[int]) -> tuple[list[int], list[float]]:
+        logits = model(input_ids=torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
+        return choices_of(logits.float(), output)
+
+    comparison, met = ExactComparison(), Counter[str]()
+    for settings in sized(RUNS[1:], RUNS):
+        fixed = {"block_size": 4, "max_num_batched_tokens": 16, "min_prefill_chunk_tokens": 3, "max_model_len": 64}
+        more = {"max_num_seqs": 4, "num_kv_blocks": 60, "stage_num_threads": 1, "skip_tokenizer_init": True}
+        config = EngineConfig.from_flat(str(path), model_impl="transformers", **(fixed | more | settings))
+        engine = LocalEngine(plan_engine(config, Hardware(1)))
+
+        def generate(prompts: list[list[int]], lengths: list[int], engine: LocalEngine = engine) -> list[list[int]]:
+            params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in lengths]
+            return engine.generate(prompts, params)
+
+        comparison.compare(path, prompts_of(), NUM_NEW_TOKENS, generate, reference)
+        engine.scheduler.check_integrity()
+        stats = engine.stats()
+        met["chunked"] += stats.num_prefill_chunks > stats.num_prefills
+        met["cached"] += stats.num_prefix_hit_tokens > 0
+        met["preempted"] += stats.num_preemptions > 0
+        met["drafted"] += stats.num_draft_tokens > 0
+    comparison.assert_rare()
+    assert all(met[what] for what in ("chunked", "cached", "preempted", "drafted")), met
