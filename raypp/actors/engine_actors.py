@@ -24,8 +24,8 @@ from raypp.errors import ConfigError
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.graph_plan import max_step_rows
 from raypp.plan.hardware import Hardware
-from raypp.plan.tried_cut import require_tried
 from raypp.plan.layer_partition import prompt_tokens_of_step
+from raypp.plan.tried_cut import require_tried
 from raypp.sampling_params import SamplingParams
 from raypp.supervision.supervised_engine import SupervisedEngine
 

@@ -60,7 +60,9 @@ def _digest(program: str, path: Path, arguments: tuple[str, ...]) -> str:
 
 def _ask(program: str, path: Path, arguments: tuple[str, ...]) -> dict[str, Any]:
     command = [sys.executable, "-m", program, str(path), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, env={**os.environ, **_ENVIRONMENT})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_TIMEOUT_S, env={**os.environ, **_ENVIRONMENT}
+    )
     if done.returncode or not done.stdout:
         last = done.stderr.strip().rpartition("\n")[2]
         raise ModelLoadError(f"{path}: transformers could not be asked about it", got=last or f"exit {done.returncode}")

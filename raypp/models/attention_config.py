@@ -41,6 +41,12 @@ class AttentionConfig:
         return PagedKV(self.num_kv_heads, self.head_dim, self.v_dim, self.window)
 
     @property
+    def rotation(self) -> tuple[int, RopeConfig]:
+        """The elements of a head, and how they are rotated."""
+        assert self.rope is not None, "what calls attention rotates"
+        return self.head_dim, self.rope
+
+    @property
     def row_sizes(self) -> tuple[int, int, int]:
         """Elements of a token's queries, keys and values."""
         keys, values = self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_dim

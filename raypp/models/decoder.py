@@ -110,10 +110,9 @@ class DecoderModel:
         self.dtype = dtype
         self.device = device
         self.kernels = kernels
-        self._rotations = list({(each.head_dim, each.rope): None for each in config.attention[start_layer:end_layer]})
-        self._rotation_of = [
-            self._rotations.index((each.head_dim, each.rope)) for each in config.attention[start_layer:end_layer]
-        ]
+        attention = config.attention[start_layer:end_layer]
+        self._rotations = list(dict.fromkeys(each.rotation for each in attention))
+        self._rotation_of = [self._rotations.index(each.rotation) for each in attention]
         self._inverse_frequencies = [inverse_frequencies(*each).to(device) for each in self._rotations]
         axes = [axis_frequencies(*each) for each in self._rotations]
         self._axis_frequencies = [each.to(device) for each in axes if each is not None]

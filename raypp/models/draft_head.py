@@ -91,8 +91,8 @@ class DraftHead:
         self._mlp = GatedMLP(layer, below, kernels)
         self._logits = self._read_lm_head(weights)
         self._draft_to_target = _draft_to_target(config, weights) if config.maps_vocabulary else None
-        self._rope = layer.attention[0].rope
-        self._inverse_frequencies = inverse_frequencies(layer.attention[0].head_dim, self._rope).to(weights.device)
+        head_dim, self._rope = layer.attention[0].rotation
+        self._inverse_frequencies = inverse_frequencies(head_dim, self._rope).to(weights.device)
 
     def _read_entry(self, weights: WeightReader, attention: AttentionWeights) -> None:
         config, kernels, eps = self.config, self._kernels, self.config.layer.rms_norm_eps

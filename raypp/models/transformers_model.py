@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -45,9 +45,11 @@ _PREFIXES = {
 """Of a language model beside a tower, and by itself."""
 
 
-def _attend(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[Any, None]:
+def _attend(
+    module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
+) -> tuple[Any, None]:
     """Attend as whatever stands at `module`; see transformers' attention interface."""
-    return getattr(module, _PLACE)(query, key, value, mask, options), None
+    return getattr(module, _PLACE)(query, key, value, attention_mask, options), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attend)
@@ -237,8 +239,8 @@ class TransformersModel:
                 attend_at(layer, LayerAttention(self._step, index - start_layer, attention, group, kernels))
             else:
                 layers[index] = _Elsewhere(layer)
-        self._before = None if self._is_first else layers[start_layer - 1]
-        self._behind = None if self._is_last else layers[end_layer]
+        self._before = None if self._is_first else cast("_Elsewhere", layers[start_layer - 1])
+        self._behind = None if self._is_last else cast("_Elsewhere", layers[end_layer])
         if not (self._is_first or (self._is_last and config.tie_word_embeddings)):
             model.set_input_embeddings(nn.Identity())
         if not self._is_last:
@@ -286,8 +288,8 @@ class TransformersModel:
                 if name not in self._tied:
                     tensor = source.get(name, tuple(parameter.shape), parameter.dtype).to(self._device)
                     self._set(name, nn.Parameter(tensor, requires_grad=False))
-        if self._tied:
-            self._set(*self._tied, model.get_input_embeddings().weight)
+        for name in self._tied:
+            self._set(name, model.get_input_embeddings().weight)
         buffers = {name for name, buffer in model.named_buffers() if buffer.is_meta}
         model._move_missing_keys_from_meta_to_device(buffers, device_map, None, None)
         model._initialize_missing_keys(False)  # buffers that no checkpoint holds: rotary tables
@@ -298,7 +300,9 @@ class TransformersModel:
             head = model.get_output_embeddings()
             kernel = self.kernels.lm_head(Weight(head.weight), is_shared=self._config.tie_word_embeddings)
             model.set_output_embeddings(_Head(kernel, getattr(head, "bias", None)))
-            self._name = next(name for name, child in model.named_children() if child is self._decoder)
+            path = next(name for name, module in model.named_modules() if module is self._decoder)
+            owner, _, self._name = path.rpartition(".")
+            self._owner = model.get_submodule(owner)
 
     @property
     def _tied(self) -> set[str]:
@@ -357,16 +361,17 @@ class TransformersModel:
         output = self._decoder(
             inputs_embeds=hidden.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
         ).last_hidden_state
-        left: torch.Tensor = output if self._behind is None else self._behind.seen
+        left: torch.Tensor | None = output if self._behind is None else self._behind.seen
+        assert left is not None
         return left[0]
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits, [N, V] float32; in `out` if that is given. Last stage only. Shapes: hidden [N, H]."""
         self._given.hidden = hidden.unsqueeze(0)
-        setattr(self._model, self._name, self._given)
+        setattr(self._owner, self._name, self._given)
         try:
             logits: torch.Tensor = self._model(inputs_embeds=self._given.hidden, use_cache=False).logits[0]
         finally:
-            setattr(self._model, self._name, self._decoder)
+            setattr(self._owner, self._name, self._decoder)
         return logits.float() if out is None else out.copy_(logits)

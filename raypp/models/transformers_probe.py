@@ -125,16 +125,15 @@ def _measured(layer: nn.Module, config: Any) -> MeasuredLayer:
     )
 
 
-def main(path: str) -> None:
-    """Print what `probe` found, or the error, as one line of JSON."""
+def answer(path: Path) -> dict[str, Any]:
+    """Return what `probe` finds; or the error, as `error`."""
     try:
-        found = probe(Path(path))
+        return probe(path)
     except RayppError as error:
-        found = {"error": {"message": error.message, "got": error.got, "expected": error.expected}}
+        return {"error": {"message": error.message, "got": error.got, "expected": error.expected}}
     except Exception as error:  # a model's own code may raise anything
-        found = {"error": {"message": "it does not run on the meta device", "got": f"{type(error).__name__}: {error}"}}
-    print(json.dumps(found))
+        return {"error": {"message": "it does not run on the meta device", "got": f"{type(error).__name__}: {error}"}}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    print(json.dumps(answer(Path(sys.argv[1]))))

@@ -169,7 +169,10 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
 def _refuse_for_transformers(config: EngineConfig) -> None:
     """Refuse what is for raypp's own layers alone."""
     head = config.speculative.model
-    for what, asked in (("a draft head reads hidden states, which", head), ("model.quantization", config.model.quantization)):
+    for what, asked in (
+        ("a draft head reads hidden states, which", head),
+        ("model.quantization", config.model.quantization),
+    ):
         if asked is not None:
             raise ConfigError(
                 f"{what} is for models of raypp's own layers",

@@ -1,4 +1,4 @@
-"""Whether transformers' modules give the same tokens in stages: tried with a small copy, before a model's first start."""
+"""Whether transformers' modules give the same tokens in stages: tried with a small copy before the first start."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ SIZES: dict[str, Any] = {
     "vocab_size": 257,
     "hidden_size": 64,
     "intermediate_size": 96,
+    "ffn_dim": 96,
+    "word_embed_proj_dim": 64,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -40,23 +43,49 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 """What fields of a configuration become, where it has them."""
+_OPTIONAL = ("sliding_window", "q_lora_rank")
 _MATRIX_STD, _VECTOR_STD = 0.15, 0.5  # large enough that texts vary
 
 
-def shrunken_config(config: Any, **values: Any) -> Any:
-    """Return a decoder's configuration with the same layers, narrow; `values` are fields to set besides."""
-    fields = config.to_dict()
-    chosen = {name: size for name, size in SIZES.items() if fields.get(name) is not None}
+def shrunken_config(config: Any, *, num_layers: int | None = None, **values: Any) -> Any:
+    """Return a decoder's configuration, narrow.
+
+    Args:
+        config: The decoder's.
+        num_layers: As many of its layers, of all kinds in turn; None: all of them, as they are.
+        values: Fields to set besides.
+    """
+    new = copy.deepcopy(config)
+    chosen = {
+        name: size
+        for name, size in SIZES.items()
+        if hasattr(config, name) and (name not in _OPTIONAL or getattr(config, name) is not None)
+    }
     if "kv_lora_rank" in chosen:  # keys are rotated apart from the rest, for each head
-        chosen |= {"head_dim": 8, "num_key_value_heads": 4}
-    elif fields.get("num_key_value_heads") == fields.get("num_attention_heads"):
+        chosen |= {"num_key_value_heads": 4} | ({"head_dim": 8} if "head_dim" in chosen else {})
+    elif getattr(config, "num_key_value_heads", None) == getattr(config, "num_attention_heads", None):
         chosen["num_key_value_heads"] = 4
-    rope = fields.get("rope_parameters")
+    rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict):
         chosen["rope_parameters"] = _narrow_rope(rope)
-    new = type(config)(**{**fields, **chosen, **values})
+    if num_layers is not None:
+        chosen |= _of_layers(config, num_layers)
+    for name, value in (chosen | values).items():
+        setattr(new, name, value)
     new.dtype = torch.float32
     return new
+
+
+def _of_layers(config: Any, num_layers: int) -> dict[str, Any]:
+    """Return the fields that have a value by layer, for fewer layers."""
+    found: dict[str, Any] = {"num_hidden_layers": num_layers}
+    for name, value in vars(config).items():
+        if isinstance(value, dict) and value and all(isinstance(key, int) for key in value):
+            found[name] = {key: of_layer for key, of_layer in value.items() if key < num_layers}
+        elif isinstance(value, list) and len(value) == config.num_hidden_layers:
+            kinds = list(dict.fromkeys(value)) if name == "layer_types" else value
+            found[name] = (kinds * num_layers)[:num_layers]
+    return found
 
 
 def _narrow_rope(rope: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.testing.local_engine import LocalEngine
-from raypp.testing.shrunken_model import shrunken_config, save_random_model
+from raypp.testing.shrunken_model import save_random_model, shrunken_config
 from raypp.types import SamplingParams
 
 NUM_TOKENS = 8

@@ -21,9 +21,6 @@ MORE = {
 def make_shrunken(model_type: str, directory: Path, *, seed: int = 0, **values: Any) -> Path:
     """Write a random model of a type, of 4 layers, to `directory`; `values` are fields of its config.json."""
     config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]().get_text_config()
-    fields = config.to_dict()
-    chosen: dict[str, Any] = {"num_hidden_layers": NUM_LAYERS}
-    chosen |= {name: value for name, value in MORE.items() if name in fields}
-    if kinds := list(dict.fromkeys(fields.get("layer_types") or ())):
-        chosen["layer_types"] = (kinds * NUM_LAYERS)[:NUM_LAYERS]
-    return save_random_model(shrunken_config(config, **(chosen | values)), directory, seed=seed)
+    chosen = {name: value for name, value in MORE.items() if hasattr(config, name)}
+    small = shrunken_config(config, num_layers=NUM_LAYERS, **(chosen | values))
+    return save_random_model(small, directory, seed=seed)
