@@ -132,7 +132,8 @@ def fit_lines(fit: Mapping[str, Any]) -> Iterator[str]:
     types = fit["dtype"] if fit["kv_cache_dtype"] == fit["dtype"] else f"{fit['dtype']}, KV {fit['kv_cache_dtype']}"
     model, num_stages = f"{fit['model']} ({fit['architecture']}, {types})", len(fit["stages"])
     yield f"{model}, {counted(num_stages, 'stage')} on {_place(fit)}"
-    yield fit["layers"]
+    if fit["layers"] is not None:
+        yield fit["layers"]
     if fit["has_experts"]:
         yield f"{_billions(fit['num_parameters'])} parameters, {_billions(fit['num_active_parameters'])} for each token"
     yield ""

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,9 +26,7 @@ _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error", "
 
 
 def cache_folder() -> Path:
-    """Return where raypp keeps what it found out: `RAYPP_CACHE`, or `raypp` in the user's folder of caches."""
-    if own := os.environ.get("RAYPP_CACHE"):
-        return Path(own)
+    """Return where raypp keeps what it found out: `raypp` in the user's folder of caches."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raypp"
 
 
@@ -78,4 +77,5 @@ def _keep(file: Path, text: str) -> None:
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(file)
     except OSError:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from raypp.errors import ModelLoadError
+from raypp.errors import ModelLoadError, page
 from raypp.models.asked import PROBE, asked
 from raypp.models.attention_config import AttentionConfig
 from raypp.models.checkpoint_names import are_alike, file_of_tensor, has_safetensors, stored_tensors
@@ -51,6 +51,7 @@ _KV_WHERE_UNSAID = {"strategy": "tensor", "dynamic": False, "symmetric": True}
 
 TRANSFORMERS = "transformers"
 """In front of the name of an architecture: its modules are transformers'."""
+_WITH_TOWER = "ForConditionalGeneration"
 _USUAL_POSITIONS = 8192  # where transformers' configuration says nothing: what positions are computed of has no end
 _SLIDING = "sliding_attention"
 _LAYER_TYPES = {"full_attention", _SLIDING}
@@ -248,14 +249,17 @@ def _transformers_config(path: Path, whole: ConfigFields, architecture: str, *, 
     Raises:
         ModelLoadError: transformers does not have it, it needs what raypp cannot give, or it is quantized.
     """
+    name = architecture.partition(":")[2]
     found = asked(PROBE, path)
     if (error := found.get("error")) is not None:
         raise ModelLoadError(
-            f"{whole.file}: {architecture.partition(':')[2]} does not run by transformers' modules: {error['message']}",
+            f"{whole.file}: {name} does not run by transformers' modules: {error['message']}",
             got=error["got"],
             expected=error.get("expected"),
-            hint="docs/models.md lists what runs",
+            hint=page("models"),
         )
+    if name != found["class"] and not name.endswith(_WITH_TOWER):
+        raise whole.error("architectures", name, f"{found['class']}, which transformers has for this model_type")
     text = ConfigFields(whole.file, {**whole.values, **(whole.get("text_config") or {})})
     if text.get("quantization_config"):
         raise text.error("quantization_config", "an object", "none: transformers' modules compute in 16 or 32 bits")

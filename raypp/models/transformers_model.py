@@ -269,6 +269,7 @@ class TransformersModel:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
+        transformers.utils.logging.disable_progress_bar()
         model, device_map = self._model, {"": self._device}
         if isinstance(source, CheckpointWeights):
             load = LoadStateDictConfig(

@@ -18,7 +18,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig
 from raypp.models.registry import resolve_config_path
-from raypp.models.sizes import parameter_counts
+from raypp.models.sizes import layer_sizes, parameter_counts
 from raypp.plan.engine_layout import EngineLayout, lay_out
 from raypp.plan.engine_plan import EnginePlan, plan_layout
 from raypp.plan.hardware import Hardware, Machine, described_hardware, num_machines_for
@@ -87,8 +87,8 @@ class Fit:
             "architecture": self.layout.model.architecture,
             "num_parameters": total,
             "num_active_parameters": active,
-            "layers": describe_layers(self.layout.model),
-            "has_experts": total != active,
+            "layers": None if self.layout.model.measured is None else describe_layers(self.layout.model),
+            "has_experts": any(size.reads.experts for size in layer_sizes(self.layout.model, 1)),
             "quantization": None if form is None else form.format,
             "dtype": self.layout.dtype,
             "kv_cache_dtype": self.layout.kv_dtype,
@@ -395,8 +395,8 @@ def summary_of(fit: Fit) -> dict[str, Any]:
 
 
 def describe_layers(model: ModelConfig) -> str:
-    """Return whose layers a model has, how many, and what is special about their attention."""
-    parts = [f"{model.num_layers} layers by {'raypp' if model.measured is None else 'transformers'}"]
+    """Return how many layers of transformers' modules a model has, and what is special about their attention."""
+    parts = [f"{model.num_layers} layers by transformers' modules"]
     windows = Counter(attention.window for attention in model.attention if attention.window is not None)
     parts += [f"{count} with a window of {window} tokens" for window, count in windows.items()]
     for what, has in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from raypp.errors import ModelLoadError
+from raypp.errors import ModelLoadError, page
 from raypp.models.asked import asked
 from raypp.plan.engine_plan import EnginePlan
 
@@ -33,13 +33,13 @@ def require_tried(plan: EnginePlan) -> None:
         raise ModelLoadError(
             f"{name}: a small copy of the model does not run, so that nothing is known of its stages",
             got=found["error"],
-            hint="docs/models.md lists what runs",
+            hint=page("models"),
         )
     if found["whole"]:
         raise ModelLoadError(
             f"{name}: with raypp's attention transformers' modules give other tokens",
             got=found["whole"],
-            hint="docs/models.md lists what runs",
+            hint=page("models"),
         )
     if found["cut"]:
         raise ModelLoadError(

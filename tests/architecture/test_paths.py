@@ -35,7 +35,7 @@ MAX_CHAT = (70, 720)  # on a busy machine some 50 functions more run than on an 
 # Statements, docstrings aside. Aims: 26,300 in raypp, 2,100 in serve_app. A larger budget is a decision: say why.
 MAX_STATEMENTS = {
     "raypp": 1_290,  # modules of no package; the request, which was the scheduler's, among them
-    "raypp/actors": 1_780,
+    "raypp/actors": 1_785,
     "raypp/api": 2_320,
     "raypp/batch_job": 860,
     "raypp/cli": 1_010,
@@ -44,16 +44,16 @@ MAX_STATEMENTS = {
     "raypp/encoder": 580,
     "raypp/grammar": 1_470,
     "raypp/graphs": 420,
-    "raypp/models": 2_070,  # with caches and attention by layer
+    "raypp/models": 2_440,  # with transformers' modules
     "raypp/openai_api": 2_590,
-    "raypp/ops": 4_640,  # with caches and attention by layer
+    "raypp/ops": 4_650,  # with caches and attention by layer
     "raypp/pictures": 690,
-    "raypp/plan": 1_300,
+    "raypp/plan": 1_340,
     "raypp/scheduler": 1_690,  # with caches and attention by layer
     "raypp/specdec": 230,
     "raypp/stage": 2_330,
     "raypp/supervision": 250,
-    "raypp/testing": 370,
+    "raypp/testing": 480,
     "raypp/transport": 1_280,
     "serve_app": 2_080,
 }

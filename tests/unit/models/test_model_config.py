@@ -296,7 +296,7 @@ def test_a_checkpoint_without_a_prefix(tmp_path, tied):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, ["architecture", "MambaForCausalLM", *FAMILIES]),
+        ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "Qwen3ForCausalLM"]),
         ({"architectures": ...}, ["architecture", "qwen3", *FAMILIES]),
         ({"hidden_size": ...}, ["'hidden_size'", "nothing"]),
         ({"vocab_size": "64"}, ["'vocab_size'", "'64'", "positive integer"]),
