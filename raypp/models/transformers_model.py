@@ -49,6 +49,7 @@ def _attend(
     module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
 ) -> tuple[Any, None]:
     """Attend as whatever stands at `module`; see transformers' attention interface."""
+    options.setdefault("is_causal", getattr(module, "is_causal", True))
     return getattr(module, _PLACE)(query, key, value, attention_mask, options), None
 
 

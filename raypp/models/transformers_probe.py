@@ -24,6 +24,8 @@ from raypp.models.transformers_model import attend_at, empty_model, layers_of
 
 _NUM_TOKENS = 4
 _EXPERTS = "raypp_probe"
+_KINDS = {"full_attention", "sliding_attention"}
+_STRETCHED_BY_STEP = {"dynamic", "longrope"}
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "top_k")
 """How configurations call the experts that a token goes through."""
 
@@ -49,6 +51,8 @@ class _Witness:
     ) -> torch.Tensor:
         if mask is not None:
             raise ModelLoadError("its layers make attention masks of their own", got=f"layer {self.index}")
+        if not options["is_causal"]:
+            raise ModelLoadError("its layers attend to later tokens", got=f"layer {self.index}")
         found = AttentionConfig(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
@@ -82,6 +86,7 @@ def probe(path: Path) -> dict[str, Any]:
     """
     model = empty_model(path, torch.float32)
     config, layers = model.config, layers_of(model)
+    _refuse_unknown(model)
     if model._can_set_experts_implementation():
         model.set_experts_implementation(_EXPERTS)
     witnesses = [_Witness(index, layer, config) for index, layer in enumerate(layers)]
@@ -110,6 +115,26 @@ def probe(path: Path) -> dict[str, Any]:
         "attention": [asdict(witness.found) for witness in witnesses if witness.found is not None],
         "layers": [asdict(each) for each in measured],
     }
+
+
+def _refuse_unknown(model: Any) -> None:
+    """Refuse what neither the attention function is told nor a small copy with short prompts shows."""
+    kinds = set(getattr(model.config, "layer_types", None) or ()) - _KINDS
+    if kinds or getattr(model.config, "attention_chunk_size", None):
+        raise ModelLoadError(
+            "layers attend in a way that raypp does not have",
+            got=", ".join(sorted(map(str, kinds))) or f"attention_chunk_size={model.config.attention_chunk_size}",
+            expected=f"layers of {' and '.join(sorted(_KINDS))}",
+        )
+    for name, module in model.named_modules():
+        given = getattr(module, "rope_type", None)
+        types = set(map(str, given.values() if isinstance(given, dict) else [given]))
+        if stretched := types & _STRETCHED_BY_STEP:
+            raise ModelLoadError(
+                "positions are rotated by the longest text of a step, which would change the others",
+                got=f"{name} with rope_type {', '.join(sorted(stretched))}",
+                expected="a rope_type that depends on the position alone: default, linear, llama3 or yarn",
+            )
 
 
 def _measured(layer: nn.Module, config: Any) -> MeasuredLayer:
