@@ -202,7 +202,7 @@ def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
     Raises:
         ModelLoadError: the checkpoint is not readable.
     """
-    if config.measured is not None or not has_safetensors(path):
+    if not has_safetensors(path):
         return config
     names = file_of_tensor(path)
     if config.vision is None and EMBEDDING in names and config.weight_prefix + EMBEDDING not in names:

@@ -289,7 +289,8 @@ class TransformersModel:
             for name, parameter in list(model.named_parameters()):
                 if name not in self._tied:
                     tensor = source.get(name, tuple(parameter.shape), parameter.dtype).to(self._device)
-                    self._set(name, nn.Parameter(tensor, requires_grad=False))
+                    self._set(name, made := nn.Parameter(tensor, requires_grad=False))
+                    made._is_hf_initialized = True  # type: ignore[attr-defined]  # else transformers draws it again
         for name in self._tied:
             self._set(name, model.get_input_embeddings().weight)
         buffers = {name for name, buffer in model.named_buffers() if buffer.is_meta}

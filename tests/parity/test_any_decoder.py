@@ -15,6 +15,7 @@ import torch
 import transformers
 from exactness import ExactComparison
 from hf_models import choices_of
+from safetensors.torch import load_file, save_file
 from shrunken_models import make_shrunken
 from sizes import sized
 
@@ -107,3 +108,21 @@ def test_greedy_tokens_equal_transformers(model_type: str, values: dict[str, obj
     sees_all = {group.window for group in plan.groups} == {None}  # groups with a window have blocks enough
     whats = ("chunked", "cached", "drafted", *(("preempted",) if sees_all else ()))
     assert all(met[what] for what in whats), met
+
+
+def test_a_head_that_is_stored_is_used_though_the_model_is_called_tied(tmp_path: Path) -> None:
+    path = make_shrunken("gemma3_text", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    texts = []
+    for num_stages in (1, 2):
+        settings = {"num_stages": num_stages, "stage_num_threads": 1, "skip_tokenizer_init": True, "max_model_len": 64}
+        config = EngineConfig.from_flat(str(path), model_impl="transformers", **settings)
+        engine = LocalEngine(plan_engine(config, Hardware(1)))
+        texts += engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([[5, 6, 7, *texts[0][:-1]]])).logits[0, 2:].argmax(-1).tolist()
+    assert list(texts[0]) == list(texts[1]) == expected
