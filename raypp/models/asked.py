@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from raypp import __version__
 from raypp.errors import ModelLoadError
 
 PROBE = "raypp.models.transformers_probe"
@@ -51,7 +52,7 @@ def asked(program: str, path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def _digest(program: str, path: Path, arguments: tuple[str, ...]) -> str:
-    versions = [version(name) for name in ("transformers", "raypp")]
+    versions = [version("transformers"), __version__]
     parts = [(path / "config.json").read_bytes(), json.dumps([program, *arguments, *versions]).encode()]
     parts += [Path(spec.origin).read_bytes() for name in (program, _MODEL) if (spec := find_spec(name)) and spec.origin]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
