@@ -21,7 +21,7 @@ from raypp import __version__
 from raypp.errors import ModelLoadError
 
 PROBE = "raypp.models.transformers_probe"
-_MODEL = "raypp.models.transformers_model"
+_MODULES = ("raypp.models.transformers_model", "raypp.models.transformers_layers")
 _TIMEOUT_S = 900.0
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
 
@@ -54,7 +54,7 @@ def asked(program: str, path: Path, *arguments: str) -> dict[str, Any]:
 def _digest(program: str, path: Path, arguments: tuple[str, ...]) -> str:
     versions = [version("transformers"), __version__]
     parts = [(path / "config.json").read_bytes(), json.dumps([program, *arguments, *versions]).encode()]
-    parts += [Path(spec.origin).read_bytes() for name in (program, _MODEL) if (spec := find_spec(name)) and spec.origin]
+    parts += [Path(spec.origin).read_bytes() for name in (program, *_MODULES) if (spec := find_spec(name)) and spec.origin]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
 
 

@@ -1,7 +1,7 @@
 """The layers of a stage as transformers' own modules: for decoders that raypp declares no family of.
 
 Transformers builds the whole model on the meta device, and only what this stage computes gets weights. Its classes run
-as they are, with the kernel set's attention in place of theirs. Between stages one tensor travels, the residual stream:
+as they are, with the kernel set's operations in place of their parts (`transformers_layers`). Between stages one tensor travels, the residual stream:
 
     other stage   `_Elsewhere` in place of the layer; the one before `start_layer` hands in what was received
     this stage    layers [start_layer, end_layer)
@@ -9,51 +9,46 @@ as they are, with the kernel set's attention in place of theirs. Between stages 
 
 So what a model does between embedding and first layer happens on the first stage alone, and what it does behind the
 last layer on the last. A model whose layers take more than the residual stream (keys of other layers, token ids) gives
-other tokens when it is cut; see `raypp.models.transformers_check`.
+other tokens when it is cut; see `raypp.testing.try_decoder`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from threading import RLock
 from typing import Any, cast
 
 import torch
 import transformers
 from torch import nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from raypp.errors import ModelLoadError
 from raypp.graphs.cost import GraphCost
-from raypp.models.attention_config import AttentionConfig
 from raypp.models.config import ModelConfig
 from raypp.models.decoder import Deepstack
+from raypp.models.transformers_layers import (
+    ATTENTION,
+    NUM_TRIED_TOKENS,
+    LayerAttention,
+    Step,
+    attend_at,
+    num_bytes,
+    use_kernels,
+)
 from raypp.models.weights import CheckpointWeights, WeightSource
-from raypp.ops.attention import AttentionBatch, Heads, Rotation
-from raypp.ops.backend import Attention, KernelSet, LMHead
+from raypp.ops.attention import AttentionBatch
+from raypp.ops.backend import KernelSet, LMHead
 from raypp.ops.kv_cache import LayerCache
 from raypp.ops.weight import Weight
 
-_ATTENTION = "raypp"
-_PLACE = "raypp_attention"
 _PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
 """Of a language model beside a tower, and by itself."""
-
-
-def _attend(
-    module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
-) -> tuple[Any, None]:
-    """Attend as whatever stands at `module`; see transformers' attention interface."""
-    options.setdefault("is_causal", getattr(module, "is_causal", True))
-    return getattr(module, _PLACE)(query, key, value, attention_mask, options), None
-
-
-ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attend)
 
 
 def empty_model(path: Path, dtype: torch.dtype) -> Any:
@@ -66,7 +61,7 @@ def empty_model(path: Path, dtype: torch.dtype) -> Any:
         config = transformers.AutoConfig.from_pretrained(path)
         config = config.get_text_config(decoder=True)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION, dtype=dtype)
+            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
     except (ValueError, OSError, KeyError, ImportError) as error:
         raise ModelLoadError(
             f"{path}: transformers makes no decoder of its config.json",
@@ -92,12 +87,6 @@ def layers_of(model: Any) -> nn.ModuleList:
         f"{type(model).__name__} keeps its layers in no list, so that no stage can have some of them",
         expected=f"{num_layers} layers in a ModuleList",
     )
-
-
-def attend_at(layer: nn.Module, attention: object) -> None:
-    """Have all attention of a layer go to `attention`, a callable as `LayerAttention` is."""
-    for module in layer.modules():
-        setattr(module, _PLACE, attention)
 
 
 def _name_of_text(name: str) -> str:
@@ -148,63 +137,6 @@ class _Head(nn.Module):
         return logits if self._bias is None else logits + self._bias
 
 
-class _Step:
-    """What attention reads of the step that runs."""
-
-    batch: AttentionBatch
-    caches: Sequence[LayerCache]
-    ropes: Mapping[int, Rotation]
-    """By size of a head."""
-
-
-class LayerAttention:
-    """The attention of one layer: transformers' queries, keys and values, already rotated, to the kernel set's.
-
-    Args:
-        step: Of the stage.
-        place: Of the layer among the stage's.
-        config: How the layer attends.
-        group: Of its KV blocks.
-        kernels: Of the device.
-    """
-
-    def __init__(self, step: _Step, place: int, config: AttentionConfig, group: int, kernels: KernelSet) -> None:
-        self._step = step
-        self._place = place
-        self._config = config
-        self._group = group
-        self._kernels = kernels
-        self._attention: Attention | None = None
-
-    def prepare(self, sinks: torch.Tensor | None) -> Attention:
-        """Return the layer's operation, made once. Shapes: sinks [Hq]."""
-        if self._attention is None:
-            config = self._config
-            heads = Heads(
-                config.num_heads,
-                config.num_kv_heads,
-                config.head_dim,
-                v_dim=config.v_dim,
-                scale=config.head_dim**-0.5 if config.scale is None else config.scale,
-                window=config.window,
-                soft_cap=config.soft_cap,
-                sinks=None if sinks is None else sinks.float(),
-                group=self._group,
-            )
-            self._attention = self._kernels.attention(heads)
-        return self._attention
-
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, options: Mapping[str, Any]
-    ) -> torch.Tensor:
-        """Return [1, T, Hq, Dv]. Shapes: query [1, Hq, T, Dk], key [1, Hk, T, Dk], value [1, Hk, T, Dv]."""
-        step, attend = self._step, self.prepare(options.get("s_aux"))
-        qkv = torch.cat([each[0].transpose(0, 1).flatten(1) for each in (query, key, value)], -1)
-        out = None if step.batch.padded_out is None else step.batch.padded_out[self._config.output_size]
-        attended = attend(qkv, step.ropes[self._config.head_dim], step.caches[self._place], step.batch, out)
-        return attended.view(1, len(qkv), self._config.num_heads, self._config.v_dim)
-
-
 class TransformersModel:
     """The layers [start_layer, end_layer) of any decoder; see `raypp.stage.stage_model.StageModel`."""
 
@@ -226,12 +158,12 @@ class TransformersModel:
         self.draft_head = None
         self._config = config
         self._path = path
-        self._device = device
+        self._device, self._dtype = device, dtype
         self._own = range(start_layer, end_layer)
         self._is_first, self._is_last = start_layer == 0, end_layer == config.num_layers
         self._model = model = empty_model(path, dtype)
         self._decoder = model.get_decoder()
-        self._step = _Step()
+        self._step = Step()
         layers = layers_of(model)
         for index, layer in enumerate(layers):
             if index in self._own:
@@ -247,14 +179,13 @@ class TransformersModel:
         if not self._is_last:
             model.set_output_embeddings(nn.Identity())
         self._given = _Given()
-        # The modules have rotated queries and keys: the kernels rotate by 0.
-        head_dims = {attention.head_dim for attention in config.attention[start_layer:end_layer]}
-        self._frequencies = {head_dim: torch.zeros(head_dim // 2, device=device) for head_dim in head_dims}
+        self._lock = RLock()  # kernels are compiled in threads, and modules keep what passes
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the stage's weights, tied ones counted once."""
-        return sum(each.nbytes for each in {id(each): each for each in self._model.parameters()}.values())
+        own = sum(each.nbytes for each in {id(each): each for each in self._model.parameters()}.values())
+        return own + num_bytes(self._model)
 
     def owns_tensor(self, name: str) -> bool:
         """Return whether a tensor that was not read should have been: transformers names those itself."""
@@ -306,6 +237,11 @@ class TransformersModel:
             path = next(name for name, module in model.named_modules() if module is self._decoder)
             owner, _, self._name = path.rpartition(".")
             self._owner = model.get_submodule(owner)
+        use_kernels(self._decoder, [layers_of(model)[index] for index in self._own], self.kernels, self._run_once)
+
+    def _run_once(self) -> None:
+        hidden = torch.ones(NUM_TRIED_TOKENS, self.hidden_size, dtype=self._dtype, device=self._device)
+        self._run(hidden, torch.arange(NUM_TRIED_TOKENS, device=self._device))
 
     @property
     def _tied(self) -> set[str]:
@@ -356,9 +292,11 @@ class TransformersModel:
         Shapes: hidden [T, H]; positions [T] int64.
         """
         assert deepstack is None, "images are for models with a tower of raypp's"
-        step = self._step
-        step.batch, step.caches = attention, kv_caches
-        step.ropes = {size: self.kernels.rotation(positions, zeros) for size, zeros in self._frequencies.items()}
+        with self._lock:
+            self._step.begin(positions, attention, kv_caches)
+            return self._run(hidden, positions)
+
+    def _run(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if self._before is not None:
             self._before.received = hidden.unsqueeze(0)
         output = self._decoder(
@@ -371,10 +309,11 @@ class TransformersModel:
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits, [N, V] float32; in `out` if that is given. Last stage only. Shapes: hidden [N, H]."""
-        self._given.hidden = hidden.unsqueeze(0)
-        setattr(self._owner, self._name, self._given)
-        try:
-            logits: torch.Tensor = self._model(inputs_embeds=self._given.hidden, use_cache=False).logits[0]
-        finally:
-            setattr(self._owner, self._name, self._decoder)
+        with self._lock:
+            self._given.hidden = hidden.unsqueeze(0)
+            setattr(self._owner, self._name, self._given)
+            try:
+                logits: torch.Tensor = self._model(inputs_embeds=self._given.hidden, use_cache=False).logits[0]
+            finally:
+                setattr(self._owner, self._name, self._decoder)
         return logits.float() if out is None else out.copy_(logits)

@@ -20,7 +20,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from raypp.errors import ModelLoadError, RayppError
 from raypp.models.attention_config import AttentionConfig
 from raypp.models.config import MeasuredLayer
-from raypp.models.transformers_model import attend_at, empty_model, layers_of
+from raypp.models.transformers_layers import attend_at
+from raypp.models.transformers_model import empty_model, layers_of
 
 _NUM_TOKENS = 4
 _EXPERTS = "raypp_probe"

@@ -151,8 +151,13 @@ def rotation(
     cos, sin = angles.cos(), angles.sin()
     if scale != 1.0:
         cos, sin = cos * scale, sin * scale
+    return signed(cos, sin, dtype)
+
+
+def signed(cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> Rotation:
+    """Return cosines and sines as `apply_rotary` has them. Shapes: [T, D / 2] each."""
     signed_sin = torch.stack((-sin, sin), 1).unsqueeze(1)
-    return Rotation(cos.to(dtype).view(-1, 1, 1, angles.shape[1]), signed_sin.to(dtype))
+    return Rotation(cos.to(dtype).view(len(cos), 1, 1, -1), signed_sin.to(dtype))
 
 
 def apply_rotary(heads: torch.Tensor, rope: Rotation) -> torch.Tensor:

@@ -182,6 +182,9 @@ class KernelSet(Protocol):
         sines are multiplied by `scale`.
         """
 
+    def rotation_of(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
+        """Return the same of a step's cosines and sines. Shapes: [T, D / 2] each."""
+
     def plan_attention(self, batch: AttentionBatch, ring_entry: int) -> None:
         """Do the host's part of a step's attention, before its first layer. Nothing for steps of decode rows alone.
 

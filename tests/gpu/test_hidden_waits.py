@@ -87,8 +87,8 @@ CPU_KV = {"cpu_kv_bytes": 64 << 20, "num_kv_blocks": 12, "max_model_len": 120}
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, NGRAM, {"kv_cache_dtype": "fp8"}, CPU_KV],
-    ids=["plain", "drafts", "fp8_kv", "cpu_kv"],
+    [{}, NGRAM, {"kv_cache_dtype": "fp8"}, CPU_KV, {"model_impl": "transformers"}],
+    ids=["plain", "drafts", "fp8_kv", "cpu_kv", "transformers"],
 )
 @pytest.mark.parametrize("mode", ["none", "full_and_piecewise"])
 def test_steps_wait_for_nothing(tmp_path: Path, mode: str, settings: dict[str, Any]) -> None:

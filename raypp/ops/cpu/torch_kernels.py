@@ -10,7 +10,7 @@ import math
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops.attention import AttentionBatch, Heads, Rotation, apply_rotary, rotation
+from raypp.ops.attention import AttentionBatch, Heads, Rotation, apply_rotary, rotation, signed
 from raypp.ops.backend import AddedProjection, JoinedProjection, LMHead, Projection, Routing, choose_experts
 from raypp.ops.break_point import break_point
 from raypp.ops.cpu.paged_attention import paged_attention
@@ -115,6 +115,9 @@ class TorchKernels:
     def rotation(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float = 1.0) -> Rotation:
         """Return the step's rotation, in the precision of the activations."""
         return rotation(positions, inverse_frequencies, self._dtype, scale)
+
+    def rotation_of(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
+        return signed(cos, sin, self._dtype)
 
     @break_point
     def plan_attention(self, batch: AttentionBatch, ring_entry: int) -> None:
@@ -269,7 +272,7 @@ class RMSNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalized vectors, shaped like x [..., n] and of its dtype."""
-        if self._is_fast:
+        if self._is_fast and x.dtype == torch.float32:
             length = torch.linalg.vector_norm(x, 2, -1, True).hypot_(self._floor)
             return torch.div(x, length).mul_(self._scaled_weight)
         return F.rms_norm(x, self._size, None, self._eps).mul_(self.weight)

@@ -191,6 +191,9 @@ class CudaKernels:
         """Return the step's rotation, float32."""
         return rotation_table(positions, inverse_frequencies, self._device, scale)
 
+    def rotation_of(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
+        return Rotation(cos.float().contiguous(), sin.float().contiguous())
+
     def plan_attention(self, batch: AttentionBatch, ring_entry: int) -> None:
         assert self._attention, "no layer has been made"
         batch.plans = {}

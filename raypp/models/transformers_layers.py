@@ -1,0 +1,429 @@
+"""Layers of transformers by the kernel set: attention always, the rest where a layer uses it as the kernel set does.
+
+    linear layers   by the kernel set's products; those that read the same tensor become one
+    norms           RMSNorm with a weight w, or 1 + w
+    heads           norm and rotation of queries and keys, by the attention's kernel, which then reads one tensor
+    experts         by the kernel set's, where they are silu(gate) * up; see `raypp.models.transformers_experts`
+
+Nothing of that goes by names. Norms and rotations are tried with random numbers, in float32. What becomes of a linear
+layer's output is seen in a step of a few tokens: where each tensor begins says what it was made of.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from raypp.models.attention_config import AttentionConfig
+from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Rotation
+from raypp.ops.backend import Attention, KernelSet, Projection
+from raypp.ops.kv_cache import LayerCache
+from raypp.ops.weight import Weight
+
+ATTENTION = "raypp"
+_PLACE = "raypp_attention"
+_ROTATION = "apply_rotary_pos_emb"
+NUM_TRIED_TOKENS = 11
+_EPS = ("variance_epsilon", "eps")
+_TOLERANCE = 1e-5
+
+
+def _attend(
+    module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
+) -> tuple[Any, None]:
+    """Attend as whatever stands at `module`; see transformers' attention interface."""
+    options.setdefault("is_causal", getattr(module, "is_causal", True))
+    return getattr(module, _PLACE)(query, key, value, attention_mask, options), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
+
+
+def attend_at(layer: nn.Module, attention: object) -> None:
+    """Have all attention of a layer go to `attention`, a callable as `LayerAttention` is."""
+    for module in layer.modules():
+        setattr(module, _PLACE, attention)
+
+
+class Step:
+    """What attention reads of the step that runs."""
+
+    batch: AttentionBatch
+    caches: Sequence[LayerCache]
+    positions: torch.Tensor
+    rotations: dict[int, tuple[object, Rotation]]
+    """For the kernels, by the identity of what they were made of: transformers' cosines, or frequencies of 0."""
+
+    def begin(self, positions: torch.Tensor, batch: AttentionBatch, caches: Sequence[LayerCache]) -> None:
+        """Set it for all layers. Shapes: positions [T] int64."""
+        self.positions, self.batch, self.caches, self.rotations = positions, batch, caches, {}
+
+    def rotation(self, source: object, make: Callable[[], Rotation]) -> Rotation:
+        """Return the rotation made of `source`, once per step."""
+        made = self.rotations.get(id(source))
+        if made is None:
+            made = self.rotations[id(source)] = (source, make())
+        return made[1]
+
+
+@dataclass(eq=False)
+class _Seen:
+    """What a layer has done since the one before it attended. Tensors are kept, so that no two begin at one place."""
+
+    linears: list[tuple[_Linear, torch.Tensor, int]] = field(default_factory=list)
+    """Output, and its version then."""
+    norms: list[tuple[_Norm, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Input and output."""
+    rotated: tuple[torch.Tensor, ...] = ()
+    """Queries and keys before, and after."""
+
+
+_seen: _Seen | None = None
+"""While a step is watched."""
+_rotating: LayerAttention | None = None
+"""The attention that rotates the queries and keys that the layer would rotate next."""
+
+
+class LayerAttention:
+    """The attention of one layer: transformers' queries, keys and values to the kernel set's.
+
+    Args:
+        step: Of the stage.
+        place: Of the layer among the stage's.
+        config: How the layer attends.
+        group: Of its KV blocks.
+        kernels: Of the device.
+    """
+
+    def __init__(self, step: Step, place: int, config: AttentionConfig, group: int, kernels: KernelSet) -> None:
+        self._step = step
+        self._place = place
+        self._config = config
+        self._group = group
+        self._kernels = kernels
+        self._attention: Attention | None = None
+        self._rotates = False
+        self._qkv: torch.Tensor | None = None  # the linear layers' output, where the kernels do all that follows
+        self.rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Cosines and sines that the kernels are to rotate by."""
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, options: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Return [1, T, Hq, Dv]. Shapes: query [1, Hq, T, Dk], key [1, Hk, T, Dk], value [1, Hk, T, Dv]."""
+        global _seen, _rotating
+        config, num_tokens = self._config, query.shape[2]
+        if _seen is not None:
+            self._make(_seen, query, key, value, options.get("s_aux"))
+            _seen = _Seen()
+        if _seen is not None or self._attention is None:
+            return value.new_zeros(1, num_tokens, config.num_heads, config.v_dim)
+        step, qkv, self._qkv, _rotating = self._step, self._qkv, None, None
+        rotation, self.rotation = self.rotation, None
+        if qkv is None:
+            qkv = torch.cat([each[0].transpose(0, 1).flatten(1) for each in (query, key, value)], -1)
+        out = None if step.batch.padded_out is None else step.batch.padded_out[config.output_size]
+        rope = step.rotation(self._unrotated if rotation is None else rotation[0], partial(self._rope, rotation))
+        attended = self._attention(qkv, rope, step.caches[self._place], step.batch, out)
+        return attended.view(1, num_tokens, config.num_heads, config.v_dim)
+
+    def take(self, qkv: torch.Tensor) -> None:
+        """Attend to `qkv`, [T, (Hq + Hk) * Dk + Hk * Dv], and rotate it if the layer would."""
+        global _rotating
+        self._qkv = qkv
+        _rotating = self if self._rotates else None
+
+    def _rope(self, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> Rotation:
+        if rotation is None:
+            return self._kernels.rotation(self._step.positions, self._unrotated)
+        half = self._config.head_dim // 2
+        cos, sin = (each.reshape(-1, each.shape[-1])[:, :half] for each in rotation)
+        return self._kernels.rotation_of(cos, sin)
+
+    def _make(self, seen: _Seen, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> None:
+        """Make the layer's operation, with all that it can do of what the layer did to queries and keys."""
+        config = self._config
+        rotates = bool(seen.rotated) and _begin_alike(seen.rotated[2:], (q, k))
+        if rotates:
+            q, k = seen.rotated[:2]
+        normed = [next((each for each in seen.norms if _begin_alike(each[2:], (x,))), None) for x in (q, k)]
+        norm: HeadNorm | None = None
+        if normed[0] is not None and normed[1] is not None:
+            (q_norm, q, _), (k_norm, k, _) = normed[0], normed[1]
+            if q_norm.eps == k_norm.eps and q_norm.gain.shape == k_norm.gain.shape == (config.head_dim,):
+                norm = HeadNorm(q_norm.gain, k_norm.gain, q_norm.eps)
+        source = next((linear for linear in seen.linears if _begin_alike(linear[1:2], (q,))), None)
+        is_whole = normed == [None, None] or norm is not None
+        if source is not None and is_whole and _are_parts(source, (q, k, v), config):
+            self._rotates = rotates
+            source[0].attention = self
+            for each in normed:
+                if each is not None:
+                    each[0].is_left = True
+        else:
+            norm = None
+        heads = Heads(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            norm,
+            v_dim=config.v_dim,
+            scale=config.head_dim**-0.5 if config.scale is None else config.scale,
+            window=config.window,
+            soft_cap=config.soft_cap,
+            sinks=None if sinks is None else sinks.float(),
+            group=self._group,
+        )
+        self._attention = self._kernels.attention(heads)
+        self._unrotated = torch.zeros(config.head_dim // 2, device=v.device)
+
+
+def _begin_alike(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return all(one.data_ptr() == other.data_ptr() for one, other in zip(some, others, strict=True))
+
+
+def _are_parts(
+    source: tuple[_Linear, torch.Tensor, int], parts: Sequence[torch.Tensor], config: AttentionConfig
+) -> bool:
+    """Return whether queries, keys and values are what a linear layer's output has, one after the other, unchanged.
+
+    Shapes: parts [1, H, T, D] or [1, T, H, D].
+    """
+    _, output, version = source
+    width, place, num_kv_heads = output.shape[-1], output.data_ptr(), config.num_kv_heads
+    sizes = ((config.num_heads, config.head_dim), (num_kv_heads, config.head_dim), (num_kv_heads, config.v_dim))
+    if width != sum(heads * size for heads, size in sizes) or output._version != version:
+        return False
+    for part, (heads, size) in zip(parts, sizes, strict=True):
+        strides = {(part.shape[dim], part.stride(dim)) for dim in (1, 2)}
+        expected = {(NUM_TRIED_TOKENS, width), (heads, size)}
+        if part.data_ptr() != place or part.shape[3] != size or part.stride(3) != 1 or strides != expected:
+            return False
+        place += heads * size * output.element_size()
+    return True
+
+
+class _Linear(nn.Module):
+    """One or several linear layers of the same input: [..., K] to their outputs side by side, [..., N]."""
+
+    def __init__(self, linears: Sequence[nn.Linear], kernels: KernelSet) -> None:
+        super().__init__()
+        weight, bias = linears[0].weight.detach(), linears[0].bias
+        if len(linears) > 1:
+            weight = torch.cat([linear.weight.detach() for linear in linears])
+            bias = None if bias is None else torch.cat([linear.bias for linear in linears])
+        self.weight = weight.to("meta")  # what a model asks for its type
+        self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+        self.attention: LayerAttention | None = None
+        self._num_outputs = len(weight)
+        self._project: Projection = kernels.linear(Weight(weight), None if bias is None else bias.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if _seen is not None:  # nothing is computed: kernels share memory whose size is known when all are made
+            y = x.new_zeros(*x.shape[:-1], self._num_outputs)
+            _seen.linears.append((self, y, y._version))
+            return y
+        y = self._project(x.reshape(-1, x.shape[-1]).contiguous())
+        if self.attention is not None:
+            self.attention.take(y)
+        return y.view(*x.shape[:-1], -1)
+
+
+class _First(nn.Module):
+    """The first of several linear layers: computes all of them. The others are `_Other`s."""
+
+    def __init__(self, joined: _Linear, size: int) -> None:
+        super().__init__()
+        self.joined = joined
+        self.weight = joined.weight[:size]
+        self.input: torch.Tensor | None = None
+        self.output: torch.Tensor | None = None
+        self._size = size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.input, self.output = x, self.joined(x)
+        return self.output[..., : self._size]
+
+
+class _Other(nn.Module):
+    """A part of what the first linear layer of the same input computed."""
+
+    def __init__(self, first: _First, begin: int, end: int, *, is_last: bool) -> None:
+        super().__init__()
+        self._first = (first,)  # no module of this one
+        self.weight = first.joined.weight[begin:end]
+        self._begin, self._end = begin, end
+        self._is_last = is_last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (first,) = self._first
+        output = first.output if first.input is x and first.output is not None else first.joined(x)
+        if self._is_last:
+            first.input = first.output = None
+        return output[..., self._begin : self._end]
+
+
+class _Norm(nn.Module):
+    """RMSNorm by the kernel set; nothing where the attention does it (`is_left`)."""
+
+    def __init__(self, weight: nn.Parameter, gain: torch.Tensor, eps: float, kernels: KernelSet) -> None:
+        super().__init__()
+        self.weight = weight
+        self.gain = gain
+        self.eps = eps
+        self.is_left = False
+        self._norm = kernels.norm(gain, eps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_left:
+            return x
+        y = self._norm(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
+        if _seen is not None:
+            _seen.norms.append((self, x, y))
+        return y
+
+
+def use_kernels(model: nn.Module, layers: Sequence[nn.Module], kernels: KernelSet, run: Callable[[], object]) -> None:
+    """Give the kernel set all that it can do of a stage's layers, which have their weights and attend by it.
+
+    Args:
+        model: All of transformers' modules that the stage runs.
+        layers: Of the stage.
+        kernels: Of the device.
+        run: Runs the layers with `NUM_TRIED_TOKENS` tokens.
+    """
+    global _seen
+    inputs: dict[nn.Module, tuple[int, int, torch.Tensor]] = {}
+
+    def note(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if args:
+            inputs[module] = (id(args[0]), args[0]._version, args[0])
+
+    linears = [module for layer in layers for module in layer.modules() if type(module) is nn.Linear]
+    hooks = [module.register_forward_pre_hook(note) for module in linears]
+    for source in {sys.modules[type(module).__module__] for layer in layers for module in layer.modules()}:
+        _watch_rotation(source)
+    with torch.no_grad():
+        run()
+        for hook in hooks:
+            hook.remove()
+        offsets: dict[tuple[type[nn.Module], float], float | None] = {}
+        for parent in list(model.modules()):
+            _replace_norms(parent, offsets, kernels)
+            _replace_linears(parent, inputs, kernels)
+        inputs.clear()
+        _seen = _Seen()
+        try:
+            run()
+        finally:
+            _seen = None
+
+
+def _replace_norms(
+    parent: nn.Module, offsets: dict[tuple[type[nn.Module], float], float | None], kernels: KernelSet
+) -> None:
+    for name, module in parent.named_children():
+        parameters = dict(module.named_parameters())
+        weight = parameters.get("weight")
+        eps = next((value for each in _EPS if isinstance(value := getattr(module, each, None), float)), None)
+        if eps is None or weight is None or weight.ndim != 1 or len(parameters) > 1 or any(module.children()):
+            continue
+        kind = (type(module), eps)
+        if kind not in offsets:
+            offsets[kind] = _offset_of(module, eps)
+        if (offset := offsets[kind]) is not None:
+            gain = weight.detach() if not offset else weight.detach().float() + offset
+            parent._modules[name] = _Norm(weight, gain, eps, kernels)
+
+
+def _offset_of(module: nn.Module, eps: float) -> float | None:
+    """Return what a norm adds to its weight; None if it is another norm than RMSNorm."""
+    tried, given = copy.copy(module), module.get_parameter("weight")
+    weight = torch.randn(given.shape, device=given.device)
+    tried._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+    x = torch.randn(3, len(weight), device=weight.device) * torch.tensor([[eps**0.5], [1.0], [20.0]]).to(weight.device)
+    try:
+        found = tried(x.unsqueeze(0))
+    except Exception:  # it takes something else
+        return None
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    for offset in (0.0, 1.0):
+        if isinstance(found, torch.Tensor) and torch.allclose(found[0], normed * (weight + offset), 1e-4, 1e-5):
+            return offset
+    return None
+
+
+def _replace_linears(
+    parent: nn.Module, inputs: Mapping[nn.Module, tuple[int, int, torch.Tensor]], kernels: KernelSet
+) -> None:
+    """Replace the linear layers of one module that ran; those of the same input, in the order of their calls, by one."""
+    names = {module: name for name, module in parent.named_children()}
+    groups: dict[tuple[object, ...], list[nn.Linear]] = {}
+    for module, (place, version, _) in inputs.items():
+        if isinstance(module, nn.Linear) and module in names:
+            key = (place, version, module.weight.shape[1], module.weight.dtype, module.bias is None)
+            groups.setdefault(key, []).append(module)
+    for linears in groups.values():
+        joined = _Linear(linears, kernels)
+        if len(linears) == 1:
+            parent._modules[names[linears[0]]] = joined
+            continue
+        first, begin = _First(joined, linears[0].out_features), linears[0].out_features
+        parent._modules[names[linears[0]]] = first
+        for linear in linears[1:]:
+            end = begin + linear.out_features
+            parent._modules[names[linear]] = _Other(first, begin, end, is_last=linear is linears[-1])
+            begin = end
+
+
+def _watch_rotation(source: Any) -> None:
+    """Have a module's function that rotates queries and keys leave that to the attention that asks for it."""
+    rotate = getattr(source, _ROTATION, None)
+    if rotate is None or hasattr(rotate, "raypp_original"):
+        return
+
+    @wraps(rotate)
+    def watched(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _rotating is not None:
+            _rotating.rotation = cos, sin
+            return q, k
+        rotated = rotate(q, k, cos, sin, *args, **kwargs)
+        if _seen is not None and _rotates_halves(rotate, q.shape, cos, sin, *args, **kwargs):
+            _seen.rotated = (q, k, *rotated)
+        return rotated
+
+    watched.raypp_original = rotate  # type: ignore[attr-defined]
+    setattr(source, _ROTATION, watched)
+
+
+def _rotates_halves(rotate: Callable[..., Any], shape: torch.Size, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Return whether a function rotates pairs of elements i and i + D / 2 of heads by the first D / 2 cosines."""
+    half = shape[-1] // 2
+    if cos.shape != sin.shape or cos.shape[-1] not in (half, 2 * half) or cos.numel() != NUM_TRIED_TOKENS * cos.shape[-1]:
+        return False
+    x = torch.randn(shape, device=cos.device)
+    angles = torch.randn_like(cos[..., :half], dtype=torch.float32)
+    copies = cos.shape[-1] // half
+    found = rotate(x, x, *(torch.cat([each] * copies, -1) for each in (angles.cos(), angles.sin())), *args, **kwargs)
+    tokens_dim = [dim for dim in (1, 2) if shape[dim] == NUM_TRIED_TOKENS]
+    if len(tokens_dim) != 1:
+        return False
+    angles = angles.reshape(NUM_TRIED_TOKENS, half)
+    if tokens_dim == [1]:
+        angles = angles.unsqueeze(1)
+    a, b = x[..., :half], x[..., half:]
+    expected = torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+    return all(torch.allclose(each, expected, _TOLERANCE, _TOLERANCE) for each in found)
+
+
+def num_bytes(model: nn.Module) -> int:
+    """Return the bytes of the weights that the kernel set's products have of a model."""
+    return sum(each.num_bytes for each in model.modules() if isinstance(each, _Linear))
