@@ -51,6 +51,14 @@ def time_us(calls: Sequence[Callable[[], object]]) -> float:
     return statistics.median(times) / len(calls)
 
 
+def try_us(calls: Sequence[Callable[[], object]]) -> float | str:
+    """Return what `time_us` does, or why there is no figure."""
+    try:
+        return round(time_us(calls), 2)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:120]}"
+
+
 def step_ms(step: Callable[[], object], num_steps: int = 40) -> tuple[float, float]:
     """Return medians of a step's device and host time; the device is idle between steps."""
     device_ms, host_ms = [], []

@@ -3,10 +3,10 @@
     linear layers   by the kernel set's products; those that read the same tensor become one
     norms           RMSNorm with a weight w, or 1 + w
     heads           norm and rotation of queries and keys, by the attention's kernel, which then reads one tensor
-    experts         by the kernel set's, where they are silu(gate) * up; see `raypp.models.transformers_experts`
+    experts         by the kernel set's, where they are down(silu(gate) * up) without biases
 
-Nothing of that goes by names. Norms and rotations are tried with random numbers, in float32. What becomes of a linear
-layer's output is seen in a step of a few tokens: where each tensor begins says what it was made of.
+Nothing of that goes by names. Norms, rotations and experts are tried with random numbers, in float32. What becomes of a
+linear layer's output is seen in a step of a few tokens: where each tensor begins says what it was made of.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from raypp.models.attention_config import AttentionConfig
@@ -28,9 +29,11 @@ from raypp.ops.backend import Attention, KernelSet, Projection
 from raypp.ops.kv_cache import LayerCache
 from raypp.ops.weight import Weight
 
-ATTENTION = "raypp"
+ATTENTION = EXPERTS = "raypp"
 _PLACE = "raypp_attention"
 _ROTATION = "apply_rotary_pos_emb"
+_PRODUCTS = "raypp_products"
+_OF_EXPERTS = ("gate_up_proj", "down_proj")
 NUM_TRIED_TOKENS = 11
 _EPS = ("variance_epsilon", "eps")
 _TOLERANCE = 1e-5
@@ -86,8 +89,10 @@ class _Seen:
     """Queries and keys before, and after."""
 
 
+_is_tried = False
+"""While steps run to see what a layer does: attention and experts compute nothing."""
 _seen: _Seen | None = None
-"""While a step is watched."""
+"""While such a step is watched."""
 _rotating: LayerAttention | None = None
 """The attention that rotates the queries and keys that the layer would rotate next."""
 
@@ -124,7 +129,7 @@ class LayerAttention:
         if _seen is not None:
             self._make(_seen, query, key, value, options.get("s_aux"))
             _seen = _Seen()
-        if _seen is not None or self._attention is None:
+        if _is_tried:
             return value.new_zeros(1, num_tokens, config.num_heads, config.v_dim)
         step, qkv, self._qkv, _rotating = self._step, self._qkv, None, None
         rotation, self.rotation = self.rotation, None
@@ -291,6 +296,31 @@ class _Norm(nn.Module):
         return y
 
 
+class _Experts(nn.Module):
+    """The experts of a layer by the kernel set."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, kernels: KernelSet) -> None:
+        super().__init__()
+        self.num_bytes = gate_up.nbytes + down.nbytes
+        self._products = kernels.chosen_experts(Weight(gate_up), Weight(down))
+
+    def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self._products(x, experts, weights)
+        return y
+
+
+def _experts(module: nn.Module, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Compute the experts of `module`; see transformers' interface of experts."""
+    if _is_tried:
+        return torch.zeros_like(x)
+    own = module._modules.get(_PRODUCTS)
+    y: torch.Tensor = partial(grouped_mm_experts_forward, module)(x, experts, weights) if own is None else own(x, experts, weights)
+    return y
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
+
+
 def use_kernels(model: nn.Module, layers: Sequence[nn.Module], kernels: KernelSet, run: Callable[[], object]) -> None:
     """Give the kernel set all that it can do of a stage's layers, which have their weights and attend by it.
 
@@ -300,7 +330,7 @@ def use_kernels(model: nn.Module, layers: Sequence[nn.Module], kernels: KernelSe
         kernels: Of the device.
         run: Runs the layers with `NUM_TRIED_TOKENS` tokens.
     """
-    global _seen
+    global _is_tried, _seen
     inputs: dict[nn.Module, tuple[int, int, torch.Tensor]] = {}
 
     def note(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -311,20 +341,23 @@ def use_kernels(model: nn.Module, layers: Sequence[nn.Module], kernels: KernelSe
     hooks = [module.register_forward_pre_hook(note) for module in linears]
     for source in {sys.modules[type(module).__module__] for layer in layers for module in layer.modules()}:
         _watch_rotation(source)
-    with torch.no_grad():
-        run()
-        for hook in hooks:
-            hook.remove()
-        offsets: dict[tuple[type[nn.Module], float], float | None] = {}
-        for parent in list(model.modules()):
-            _replace_norms(parent, offsets, kernels)
-            _replace_linears(parent, inputs, kernels)
-        inputs.clear()
-        _seen = _Seen()
-        try:
+    offsets: dict[tuple[type[nn.Module], float], float | None] = {}
+    are_plain: dict[type[nn.Module], bool] = {}
+    try:
+        _is_tried = True
+        with torch.no_grad():
             run()
-        finally:
-            _seen = None
+            for hook in hooks:
+                hook.remove()
+            for parent in list(model.modules()):
+                _replace_norms(parent, offsets, kernels)
+                _replace_linears(parent, inputs, kernels)
+                _replace_experts(parent, are_plain, kernels)
+            inputs.clear()
+            _seen = _Seen()
+            run()
+    finally:
+        _is_tried, _seen = False, None
 
 
 def _replace_norms(
@@ -384,6 +417,37 @@ def _replace_linears(
             begin = end
 
 
+def _replace_experts(module: nn.Module, are_plain: dict[type[nn.Module], bool], kernels: KernelSet) -> None:
+    gate_up, down = (module._parameters.get(name) for name in _OF_EXPERTS)
+    if gate_up is None or down is None or len(list(module.parameters())) > 2:
+        return
+    if gate_up.ndim != 3 or gate_up.shape != (len(down), 2 * down.shape[2], down.shape[1]):
+        return
+    if type(module) not in are_plain:
+        are_plain[type(module)] = _are_plain(module, len(down))
+    if are_plain[type(module)]:
+        module.add_module(_PRODUCTS, _Experts(gate_up.detach(), down.detach(), kernels))
+        module._parameters.clear()
+
+
+def _are_plain(module: nn.Module, num_experts: int) -> bool:
+    """Return whether a module's experts compute down(silu(gate) * up)."""
+    hidden, inner, tried = 8, 16, copy.copy(module)
+    gate_up, down = torch.randn(num_experts, 2 * inner, hidden), torch.randn(num_experts, hidden, inner)
+    parameters = (nn.Parameter(each, requires_grad=False) for each in (gate_up, down))
+    tried._parameters = dict(zip(_OF_EXPERTS, parameters, strict=True))
+    x = 6 * torch.randn(4, hidden)  # large enough for limits to show
+    experts, weights = torch.randn(4, num_experts).topk(min(2, num_experts)).indices, torch.rand(4, min(2, num_experts))
+    try:
+        found = grouped_mm_experts_forward(tried, x, experts, weights)
+    except Exception:  # it needs something else
+        return False
+    between = torch.einsum("th,tkoh->tko", x, gate_up[experts])
+    between = nn.functional.silu(between[..., :inner]) * between[..., inner:]
+    expected = (torch.einsum("tki,tkhi->tkh", between, down[experts]) * weights.unsqueeze(2)).sum(1)
+    return torch.allclose(found, expected, 1e-3, 1e-3 * float(expected.abs().max()))
+
+
 def _watch_rotation(source: Any) -> None:
     """Have a module's function that rotates queries and keys leave that to the attention that asks for it."""
     rotate = getattr(source, _ROTATION, None)
@@ -426,4 +490,4 @@ def _rotates_halves(rotate: Callable[..., Any], shape: torch.Size, cos: torch.Te
 
 def num_bytes(model: nn.Module) -> int:
     """Return the bytes of the weights that the kernel set's products have of a model."""
-    return sum(each.num_bytes for each in model.modules() if isinstance(each, _Linear))
+    return sum(each.num_bytes for each in model.modules() if isinstance(each, (_Linear, _Experts)))

@@ -30,6 +30,7 @@ from raypp.models.config import ModelConfig
 from raypp.models.decoder import Deepstack
 from raypp.models.transformers_layers import (
     ATTENTION,
+    EXPERTS,
     NUM_TRIED_TOKENS,
     LayerAttention,
     Step,
@@ -69,7 +70,7 @@ def empty_model(path: Path, dtype: torch.dtype) -> Any:
             expected="a model type of transformers that generates text",
         ) from error
     if model._can_set_experts_implementation():
-        model.set_experts_implementation("grouped_mm")
+        model.set_experts_implementation(EXPERTS)
     return model.eval()
 
 

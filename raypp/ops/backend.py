@@ -58,6 +58,16 @@ class Experts(Protocol):
         """Return the residual stream after the MLP, [T, H]. Shapes: hidden [T, H] contiguous, may be overwritten."""
 
 
+class ChosenExperts(Protocol):
+    """Experts of a sparse MLP, without a norm before and a residual stream behind them."""
+
+    def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the sum of w_e down_e(silu(gate_e(x)) * up_e(x)) over a token's experts e, [T, H].
+
+        Shapes: x [T, H]; experts [T, k] of integers; weights [T, k].
+        """
+
+
 class Attention(Protocol):
     """From a projection to the attention's output; the KV cache is written on the way. A break point of graphs."""
 
@@ -157,6 +167,9 @@ class KernelSet(Protocol):
         The host never knows the routing, so a CUDA graph can hold it at every decode size. Shapes: norm_weight [H];
         router [E, H]; gate_up [E, 2 I, H], the gate first; down [E, H, I].
         """
+
+    def chosen_experts(self, gate_up: Weight, down: Weight) -> ChosenExperts:
+        """Return the experts by themselves, for tokens whose experts are chosen. Shapes: as those of `experts`."""
 
     def lm_head(
         self,

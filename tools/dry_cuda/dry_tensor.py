@@ -268,6 +268,8 @@ _SKIPPED: dict[str, Callable[..., Any]] = {
     "addmm_": lambda c, a, b, **kwargs: c,
     "_addmm_activation": lambda c, a, b, **kwargs: a.new_zeros(a.shape[0], b.shape[1]),
     "sort": lambda x, *args, **kwargs: (torch.zeros_like(x), torch.zeros_like(x, dtype=torch.int64)),
+    "histc": lambda x, bins=100, *args, **kwargs: x.new_zeros(bins),
+    "_grouped_mm": lambda a, b, *args, **kwargs: a.new_zeros(len(a), b.shape[-1]),
     "softmax": lambda x, *args, **kwargs: torch.zeros_like(x),
     "_softmax": lambda x, *args, **kwargs: torch.zeros_like(x),
     "normal_": lambda x, *args, **kwargs: x,

@@ -90,10 +90,13 @@ class TorchKernels:
         down: Weight,
         routing: Routing,
     ) -> TorchExperts:
+        return TorchExperts(RMSNorm(norm_weight, eps), router, self.chosen_experts(gate_up, down), routing)
+
+    def chosen_experts(self, gate_up: Weight, down: Weight) -> TorchChosenExperts:
         gate_ups, downs = (
             [self.linear(Weight(matrix)) for matrix in weight.dequantized(self._dtype)] for weight in (gate_up, down)
         )
-        return TorchExperts(RMSNorm(norm_weight, eps), router, gate_ups, downs, routing)
+        return TorchChosenExperts(gate_ups, downs)
 
     def lm_head(
         self,
@@ -196,54 +199,59 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 class TorchExperts:
-    """The sparse MLP expert by expert: each reads its weights once, for all of its tokens.
-
-    It asks the device for the number of each expert's tokens, so a CUDA graph cannot hold it.
+    """The sparse MLP: see `TorchChosenExperts`.
 
     Args:
         norm: Of the tokens.
         router: [E, H].
-        gate_up: [2 I, H] of each expert, the gate first.
-        down: [H, I] of each expert.
+        products: Of the experts.
         routing: How experts are chosen.
     """
 
-    def __init__(
-        self, norm: RMSNorm, router: torch.Tensor, gate_up: list[Linear], down: list[Linear], routing: Routing
-    ) -> None:
+    def __init__(self, norm: RMSNorm, router: torch.Tensor, products: TorchChosenExperts, routing: Routing) -> None:
         self._norm = norm
         self._router = router
-        self._gate_up = gate_up
-        self._down = down
+        self._products = products
         self._routing = routing
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the residual stream after the MLP, [T, H]. Shapes: hidden [T, H], left as it is."""
         normed = self._norm(hidden)
         experts, weights = choose_experts(F.linear(normed, self._router), self._routing)
-        out = torch.empty_like(hidden)
-        self._add_sum(hidden, normed, experts, weights, out)
+        return self._products(normed, experts, weights).add_(hidden)
+
+
+class TorchChosenExperts:
+    """The experts one after the other: each reads its weights once, for all of its tokens.
+
+    They ask the device for the number of each expert's tokens, so a CUDA graph cannot hold them.
+
+    Args:
+        gate_up: [2 I, H] of each expert, the gate first.
+        down: [H, I] of each expert.
+    """
+
+    def __init__(self, gate_up: list[Linear], down: list[Linear]) -> None:
+        self._gate_up = gate_up
+        self._down = down
+
+    def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        self._sum(x, experts, weights, out)
         return out
 
     @break_point
-    def _add_sum(
-        self,
-        hidden: torch.Tensor,
-        normed: torch.Tensor,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """Write the residual stream to `out`. How often each expert is chosen decides what is launched."""
-        if not len(hidden):
+    def _sum(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the sum to `out`. How often each expert is chosen decides what is launched."""
+        if not len(x):
             return
         num_tokens, num_chosen = experts.shape
         by_expert = experts.flatten().argsort(stable=True)
         counts = torch.bincount(experts.flatten(), minlength=len(self._down)).tolist()
-        x = normed.index_select(0, by_expert // num_chosen)
-        y = _each(self._down, silu_and_mul(_each(self._gate_up, x, counts)), counts)
+        rows = x.index_select(0, by_expert // num_chosen)
+        y = _each(self._down, silu_and_mul(_each(self._gate_up, rows, counts)), counts)
         of_pairs = torch.empty_like(y).index_copy_(0, by_expert, y).view(num_tokens, num_chosen, -1)
-        out.copy_((of_pairs * weights.unsqueeze(2)).sum(1).add_(hidden))
+        out.copy_((of_pairs * weights.unsqueeze(2)).sum(1))
 
 
 def _each(linears: list[Linear], x: torch.Tensor, counts: list[int]) -> torch.Tensor:

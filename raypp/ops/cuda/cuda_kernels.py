@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from raypp.ops.attention import AttentionBatch, Heads, HeadsKind, Rotation
 from raypp.ops.backend import AddedProjection, Experts, JoinedProjection, LMHead, Projection, Routing
 from raypp.ops.cuda.between_products import join_norms, narrow, rms_norm, silu_and_mul
-from raypp.ops.cuda.experts import CudaExperts
+from raypp.ops.cuda.experts import CudaChosenExperts, CudaExperts
 from raypp.ops.cuda.heads import rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import MAX_ROWS, OwnProduct, input_type_in_8_bits, own_product
@@ -148,6 +148,9 @@ class CudaKernels:
     ) -> Experts:
         router = router.to(self._dtype)
         return CudaExperts(norm_weight, eps, router, gate_up, down, routing, self._device, self._workspace)
+
+    def chosen_experts(self, gate_up: Weight, down: Weight) -> CudaChosenExperts:
+        return CudaChosenExperts(gate_up, down, self._dtype, self._device)
 
     def lm_head(
         self,

@@ -56,7 +56,7 @@ def group_inputs(weight: Weight) -> int:
 
 def gate_up_few(
     x: torch.Tensor,
-    norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
     eps: float,
     weight: Weight,
     routed: Routed,
@@ -65,14 +65,14 @@ def gate_up_few(
 ) -> torch.Tensor:
     """Return silu(gate) * up of norm(x) for each pair, [T * k, I].
 
-    Shapes: x [T, H] contiguous; norm_weight [H]; weight [E, 2 I, H] contiguous, the gate first.
+    Shapes: x [T, H] contiguous; norm_weight [H], None: x as it is; weight [E, 2 I, H] contiguous, the gate first.
     """
     num_pairs, num_outputs, num_inputs = routed.experts.numel(), weight.num_outputs // 2, weight.num_inputs
     y = torch.empty(num_pairs, num_outputs, dtype=x.dtype, device=x.device)
     inputs = group_inputs(weight) or tuning.inputs
     _gate_up_few[(triton.cdiv(num_outputs, tuning.outputs), num_pairs)](
         x,
-        norm_weight,
+        x if norm_weight is None else norm_weight,
         eps,
         *_tensors(weight),
         routed.experts,
@@ -80,6 +80,7 @@ def gate_up_few(
         num_outputs,
         num_inputs,
         **_form(weight),
+        HAS_NORM=norm_weight is not None,
         CHOSEN=routed.experts.shape[1],
         OUTPUTS=tuning.outputs,
         INPUTS=inputs,
@@ -318,6 +319,7 @@ def _gate_up_few(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     CHOSEN: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -350,12 +352,13 @@ def _gate_up_few(
         gate_piece = _load(of_expert + at + cell, inside, IS_EVEN)
         up_piece = _load(of_expert + up_offset + at + cell, inside, IS_EVEN)
         value, odd_value = _values(token, begin, column, num_inputs, KIND, IS_EVEN)
-        factor, odd_factor = _values(norm_weight, begin, column, num_inputs, KIND, IS_EVEN)
-        squares += value * value
-        value *= factor
-        if KIND == "int4":
-            squares += odd_value * odd_value
-            odd_value *= odd_factor
+        if HAS_NORM:
+            factor, odd_factor = _values(norm_weight, begin, column, num_inputs, KIND, IS_EVEN)
+            squares += value * value
+            value *= factor
+            if KIND == "int4":
+                squares += odd_value * odd_value
+                odd_value *= odd_factor
         value, odd_value = value[None, :], odd_value[None, :]
         scale, zero = _scale_and_zero(weight_scale, weight_zero, gate_row, num_inputs, begin, KIND, BLOCK_IN, HAS_ZERO)
         up_scale, up_zero = _scale_and_zero(
@@ -363,8 +366,8 @@ def _gate_up_few(
         )
         gate = _added(gate, gate_piece, value, odd_value, scale[:, None], zero[:, None], KIND)
         up = _added(up, up_piece, value, odd_value, up_scale[:, None], up_zero[:, None], KIND)
-    scale = tl.rsqrt(tl.sum(squares, 0) / num_inputs + eps)
-    result = silu(tl.sum(gate, 1) * scale) * (tl.sum(up, 1) * scale)
+    factor = tl.rsqrt(tl.sum(squares, 0) / num_inputs + eps) if HAS_NORM else 1.0
+    result = silu(tl.sum(gate, 1) * factor) * (tl.sum(up, 1) * factor)
     tl.store(y + pair * num_outputs + output, result.to(y.dtype.element_ty), mask=output < num_outputs)
 
 

@@ -32,7 +32,7 @@ from raypp.ops.cuda.expert_products import (
 )
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.projection import Tuning
-from raypp.ops.cuda.router_kernels import arrange, route
+from raypp.ops.cuda.router_kernels import Routed, arrange, route
 from raypp.ops.weight import Weight, WeightKind
 
 TABLE = Path(__file__).parents[2] / "assets" / "expert_cuts.json"
@@ -162,6 +162,50 @@ def _stage_bytes(tile_rows: int, kind: WeightKind, tuning: Tuning, is_gated: boo
 _LOG = logging.getLogger(__name__)
 
 
+class _Products:
+    """The products of a layer's experts, and how they are cut.
+
+    Args:
+        gate_up: [E, 2 I, H], the gate first.
+        down: [E, H, I].
+        dtype: Of the tokens.
+        device: Where they run.
+    """
+
+    def __init__(self, gate_up: Weight, down: Weight, dtype: torch.dtype, device: Device) -> None:
+        self._gate_up, self._down = (_readable(weight, dtype, device) for weight in (gate_up, down))
+        self._kinds = (self._gate_up.kind, self._down.kind)
+        self._device = device
+        self._cuts: dict[tuple[int, int], ExpertCut] = {}
+
+    def cut(self, num_tokens: int, num_chosen: int) -> ExpertCut:
+        """Return how so many tokens with so many experts each are cut."""
+        cut = self._cuts.get((num_tokens, num_chosen))
+        if cut is None:
+            down = self._down
+            shape = ExpertShape(down.num_outputs, down.num_inputs, len(down.data), num_chosen, self._kinds)
+            cut = self._cuts[num_tokens, num_chosen] = choose_cut(num_tokens, shape, self._device)
+        return cut
+
+    def run(
+        self,
+        x: torch.Tensor,
+        norm: tuple[torch.Tensor | None, float],
+        routed: Routed,
+        residual: torch.Tensor,
+        cut: ExpertCut,
+    ) -> torch.Tensor:
+        """Return residual + each token's experts of norm(x). Shapes: x, residual [T, H]; the latter is overwritten."""
+        device, num_chosen, (kind, next_kind) = self._device, routed.experts.shape[1], self._kinds
+        if not cut.tile_rows:
+            y = gate_up_few(x, *norm, self._gate_up, routed, cut.gate_up, device)
+            return down_few(y, residual, self._down, routed, cut.down, device)
+        arranged = arrange(x, *norm, routed, len(self._down.data), cut.tile_rows, kind, device)
+        between = gate_up_tiles(self._gate_up, arranged, num_chosen, next_kind, x, cut.gate_up, device)
+        y = down_tiles(between, self._down, arranged, num_chosen, x, cut.down, device)
+        return sum_of_experts(y, routed, residual, device)
+
+
 class CudaExperts:
     """See `raypp.ops.backend.Experts`.
 
@@ -187,16 +231,12 @@ class CudaExperts:
         device: Device,
         workspace: Workspace,
     ) -> None:
-        self._norm_weight = norm_weight
-        self._eps = eps
+        self._norm = (norm_weight, eps)
         self._router = (router.float() * norm_weight.float()).to(router.dtype)
-        self._gate_up, self._down = (_readable(weight, router.dtype, device) for weight in (gate_up, down))
+        self._products = _Products(gate_up, down, router.dtype, device)
         self._routing = routing
         self._device = device
         self._workspace = workspace
-        kinds = (self._gate_up.kind, self._down.kind)
-        self._shape = ExpertShape(down.num_outputs, down.num_inputs, len(down.data), routing.num_chosen, kinds)
-        self._cuts: dict[int, ExpertCut] = {}
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the residual stream after the MLP, [T, H]. Shapes: hidden [T, H] contiguous, may be overwritten."""
@@ -204,25 +244,28 @@ class CudaExperts:
 
     def cut(self, num_tokens: int) -> ExpertCut:
         """Return how so many tokens are cut."""
-        cut = self._cuts.get(num_tokens)
-        if cut is None:
-            cut = self._cuts[num_tokens] = choose_cut(num_tokens, self._shape, self._device)
-        return cut
+        return self._products.cut(num_tokens, self._routing.num_chosen)
 
     def run(self, hidden: torch.Tensor, cut: ExpertCut) -> torch.Tensor:
         """Do it with a cut of the caller's choice."""
         if not len(hidden):
             return hidden
-        norm, chosen, device = (self._norm_weight, self._eps), self._routing.num_chosen, self._device
-        routed = route(hidden, self._router, self._eps, self._routing, device, self._workspace)
-        if not cut.tile_rows:
-            y = gate_up_few(hidden, *norm, self._gate_up, routed, cut.gate_up, device)
-            return down_few(y, hidden, self._down, routed, cut.down, device)
-        experts, (kind, next_kind) = self._shape.num_experts, self._shape.kinds
-        arranged = arrange(hidden, *norm, routed, experts, cut.tile_rows, kind, device)
-        between = gate_up_tiles(self._gate_up, arranged, chosen, next_kind, hidden, cut.gate_up, device)
-        y = down_tiles(between, self._down, arranged, chosen, hidden, cut.down, device)
-        return sum_of_experts(y, routed, hidden, device)
+        routed = route(hidden, self._router, self._norm[1], self._routing, self._device, self._workspace)
+        return self._products.run(hidden, self._norm, routed, hidden, cut)
+
+
+class CudaChosenExperts:
+    """See `raypp.ops.backend.ChosenExperts`; the arguments of `CudaExperts`."""
+
+    def __init__(self, gate_up: Weight, down: Weight, dtype: torch.dtype, device: Device) -> None:
+        self._products = _Products(gate_up, down, dtype, device)
+
+    def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        if not len(x):
+            return y
+        routed = Routed(experts.to(torch.int32).contiguous(), weights.float().contiguous())
+        return self._products.run(x.contiguous(), (None, 0.0), routed, y, self._products.cut(*experts.shape))
 
 
 def _readable(weight: Weight, dtype: torch.dtype, device: Device) -> Weight:

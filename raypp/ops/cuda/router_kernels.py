@@ -138,7 +138,7 @@ def route(
 
 def arrange(
     x: torch.Tensor,
-    norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
     eps: float,
     routed: Routed,
     num_experts: int,
@@ -148,7 +148,7 @@ def arrange(
 ) -> Arranged:
     """Return what the products need; `kind` is that of the first one's weight.
 
-    Shapes: x [T, H] contiguous, T at least 1; norm_weight [H].
+    Shapes: x [T, H] contiguous, T at least 1; norm_weight [H], None: x as it is.
     """
     num_tokens, size = x.shape
     num_pairs = routed.experts.numel()
@@ -161,7 +161,7 @@ def arrange(
     num_programs = max(num_experts * num_segments, min(num_tokens, _MOST_PROGRAMS))
     _arrange[(num_programs,)](
         x,
-        norm_weight,
+        x if norm_weight is None else norm_weight,
         eps,
         normed.values,
         x if normed.scale is None else normed.scale,
@@ -180,6 +180,7 @@ def arrange(
         SEGMENT=_SEGMENT,
         SEGMENTS=num_segments,
         BLOCK=block,
+        HAS_NORM=norm_weight is not None,
         KIND=kind,
         SCALED=SCALED,
         OVERLAPS=device.has_dependent_launch,
@@ -332,6 +333,7 @@ def _arrange(
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     KIND: tl.constexpr,
     SCALED: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -340,12 +342,14 @@ def _arrange(
     expert, segment = program // SEGMENTS, program % SEGMENTS
     column = tl.arange(0, BLOCK)
     inside = column < size
-    factor = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        factor = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
     start(OVERLAPS)
     for token in range(program, num_tokens, tl.num_programs(0)):
         row = tl.cast(token, tl.int64) * size
         value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
-        value *= tl.rsqrt(tl.sum(value * value, 0) / size + eps) * factor
+        if HAS_NORM:
+            value *= tl.rsqrt(tl.sum(value * value, 0) / size + eps) * factor
         if KIND == "fp8":
             group = tl.arange(0, BLOCK // SCALED)
             value, scale = in_8_bits(tl.reshape(value, (BLOCK // SCALED, SCALED)), 1)

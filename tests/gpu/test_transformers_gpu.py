@@ -1,0 +1,83 @@
+"""Models of transformers' modules on a GPU: eager, piecewise and full graphs, without waiting for the device."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+import transformers
+from shrunken_models import make_shrunken
+from test_hidden_waits import waits_are_errors
+
+from raypp.config.engine_config import EngineConfig
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
+from raypp.testing import LocalEngine
+from raypp.testing.try_decoder import prompts
+from raypp.types import SamplingParams
+
+NUM_TOKENS = 12
+MOST_LOST = 0.1
+"""Of the distance between the best and the mean logit: what bf16 may change."""
+TYPES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 64},
+    "qwen3_moe": {"head_dim": 64},
+    "gemma3_text": {"head_dim": 64, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gpt_oss": {"head_dim": 64},
+    "glm4_moe": {"head_dim": 64},
+    "deepseek_v3": {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64, "head_dim": 16},
+}
+IS_DRY = "dry_report" in sys.modules  # a dry run's numbers mean nothing
+
+
+def generate(path: Path, mode: str) -> list[list[int]]:
+    settings: dict[str, Any] = {
+        "model_impl": "transformers",
+        "mode": mode,
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "num_stages": 2,
+        "stage_num_gpus": 0.5,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_piecewise_tokens": 16,
+        "max_model_len": 64,
+        "num_kv_blocks": 80,
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+    }
+    hardware = Hardware(2, 1 << 34, 1, "this one", 16 << 30, (9, 0))
+    engine = LocalEngine(plan_engine(EngineConfig.from_flat(str(path), **settings), hardware))
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    first = engine.generate(prompts(), params)  # what is made when it is first needed is made
+    with waits_are_errors():
+        again = engine.generate(prompts(), params)
+    assert again == first or IS_DRY
+    return [list(tokens) for tokens in first]
+
+
+@pytest.mark.parametrize("mode", ["none", "full_and_piecewise"])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_tokens_are_transformers(model_type: str, mode: str, tmp_path: Path) -> None:
+    path = make_shrunken(model_type, tmp_path, **TYPES[model_type])
+    outputs = generate(path, mode)
+    if IS_DRY:
+        return
+    auto = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    lost = []
+    for prompt, output in zip(prompts(), outputs, strict=True):
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0]
+        for token, of_token in zip(output, logits[len(prompt) - 1 :].float(), strict=True):
+            best = float(of_token.max())
+            lost.append((best - float(of_token[token])) / (best - float(of_token.mean())))
+    print(f"{model_type}, {mode}: {max(lost):.3f} of the distance to the best token at most")
+    assert max(lost) < MOST_LOST
