@@ -1,8 +1,14 @@
-"""The time and memory that recording took: plain data, also for processes that know nothing of devices."""
+"""Modes of graphs, and the time and memory that they took: plain data, also for processes that know no device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+GraphMode = Literal["full", "piecewise"]
+"""`full`: a decode step never waits for the device, and is one graph. `piecewise`: what is between break points never
+does, and is one."""
+GRAPH_MODES: tuple[GraphMode, ...] = ("full", "piecewise")
 
 
 @dataclass

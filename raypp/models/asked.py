@@ -12,12 +12,11 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from raypp import __version__
 from raypp.errors import ModelLoadError
 
 PROBE = "raypp.models.transformers_probe"
@@ -52,10 +51,19 @@ def asked(program: str, path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def _digest(program: str, path: Path, arguments: tuple[str, ...]) -> str:
-    versions = [version("transformers"), __version__]
+    versions = [_version(name) for name in ("transformers", "raypp")]
     parts = [(path / "config.json").read_bytes(), json.dumps([program, *arguments, *versions]).encode()]
-    parts += [Path(spec.origin).read_bytes() for name in (program, *_MODULES) if (spec := find_spec(name)) and spec.origin]
+    parts += [
+        Path(spec.origin).read_bytes() for name in (program, *_MODULES) if (spec := find_spec(name)) and spec.origin
+    ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from its sources
+        return ""
 
 
 def _ask(program: str, path: Path, arguments: tuple[str, ...]) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.graphs.cost import GraphCost
+from raypp.graphs.cost import GRAPH_MODES, GraphCost, GraphMode
 from raypp.models.config import EMBEDDING, LM_HEAD, ModelConfig
 from raypp.models.draft_head import DraftHead
 from raypp.models.layer import TransformerLayer, axis_frequencies, inverse_frequencies
@@ -251,9 +251,9 @@ class DecoderModel:
         return tuple({self._config.attention[index].output_size: None for index in self._layer_indices})
 
     @property
-    def can_be_recorded(self) -> bool:
-        """Whether a decode step never waits for the device."""
-        return self.kernels.can_be_recorded or self.device.type == "cpu"
+    def graph_modes(self) -> Collection[GraphMode]:
+        """Which graphs can hold the stage's steps."""
+        return GRAPH_MODES if self.kernels.can_be_recorded or self.device.type == "cpu" else ("piecewise",)
 
     def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
         """Do the host's part of a step's attention; see `raypp.ops.backend.KernelSet`."""

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import copy
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ _ROTATION = "apply_rotary_pos_emb"
 _PRODUCTS = "raypp_products"
 _OF_EXPERTS = ("gate_up_proj", "down_proj")
 NUM_TRIED_TOKENS = 11
+_OF_MODELS = {"transformers", "transformers_modules"}
+"""Folders of transformers' models, and of those whose code comes with their checkpoint."""
 _EPS = ("variance_epsilon", "eps")
 _TOLERANCE = 1e-5
 
@@ -89,8 +93,8 @@ class _Seen:
     """Queries and keys before, and after."""
 
 
-_is_tried = False
-"""While steps run to see what a layer does: attention and experts compute nothing."""
+_is_tried = _has_parts = False
+"""While steps run to see what layers do, attention computes nothing, and experts only when all kernels are made."""
 _seen: _Seen | None = None
 """While such a step is watched."""
 _rotating: LayerAttention | None = None
@@ -125,14 +129,14 @@ class LayerAttention:
     ) -> torch.Tensor:
         """Return [1, T, Hq, Dv]. Shapes: query [1, Hq, T, Dk], key [1, Hk, T, Dk], value [1, Hk, T, Dv]."""
         global _seen, _rotating
-        config, num_tokens = self._config, query.shape[2]
+        step, config, num_tokens = self._step, self._config, query.shape[2]
+        qkv, rotation, self._qkv, self.rotation, _rotating = self._qkv, self.rotation, None, None, None
         if _seen is not None:
             self._make(_seen, query, key, value, options.get("s_aux"))
             _seen = _Seen()
         if _is_tried:
             return value.new_zeros(1, num_tokens, config.num_heads, config.v_dim)
-        step, qkv, self._qkv, _rotating = self._step, self._qkv, None, None
-        rotation, self.rotation = self.rotation, None
+        assert self._attention is not None
         if qkv is None:
             qkv = torch.cat([each[0].transpose(0, 1).flatten(1) for each in (query, key, value)], -1)
         out = None if step.batch.padded_out is None else step.batch.padded_out[config.output_size]
@@ -221,15 +225,14 @@ class _Linear(nn.Module):
 
     def __init__(self, linears: Sequence[nn.Linear], kernels: KernelSet) -> None:
         super().__init__()
-        weight, bias = linears[0].weight.detach(), linears[0].bias
-        if len(linears) > 1:
-            weight = torch.cat([linear.weight.detach() for linear in linears])
-            bias = None if bias is None else torch.cat([linear.bias for linear in linears])
+        weights, biases = [linear.weight.detach() for linear in linears], [linear.bias for linear in linears]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        bias: torch.Tensor | None = None if biases[0] is None else torch.cat([each.detach() for each in biases])
         self.weight = weight.to("meta")  # what a model asks for its type
         self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         self.attention: LayerAttention | None = None
         self._num_outputs = len(weight)
-        self._project: Projection = kernels.linear(Weight(weight), None if bias is None else bias.detach())
+        self._project: Projection = kernels.linear(Weight(weight), bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if _seen is not None:  # nothing is computed: kernels share memory whose size is known when all are made
@@ -311,18 +314,24 @@ class _Experts(nn.Module):
 
 def _experts(module: nn.Module, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Compute the experts of `module`; see transformers' interface of experts."""
-    if _is_tried:
+    if _is_tried and not _has_parts:
         return torch.zeros_like(x)
     own = module._modules.get(_PRODUCTS)
-    y: torch.Tensor = partial(grouped_mm_experts_forward, module)(x, experts, weights) if own is None else own(x, experts, weights)
+    y: torch.Tensor = (
+        partial(grouped_mm_experts_forward, module)(x, experts, weights) if own is None else own(x, experts, weights)
+    )
     return y
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
 
 
-def use_kernels(model: nn.Module, layers: Sequence[nn.Module], kernels: KernelSet, run: Callable[[], object]) -> None:
+def use_kernels(
+    model: nn.Module, layers: Sequence[nn.Module], kernels: KernelSet, run: Callable[[], object]
+) -> str | None:
     """Give the kernel set all that it can do of a stage's layers, which have their weights and attend by it.
+
+    Returns what waits for the device then, as a line of a program; None: nothing, or there is none to wait for.
 
     Args:
         model: All of transformers' modules that the stage runs.
@@ -330,7 +339,7 @@ def use_kernels(model: nn.Module, layers: Sequence[nn.Module], kernels: KernelSe
         kernels: Of the device.
         run: Runs the layers with `NUM_TRIED_TOKENS` tokens.
     """
-    global _is_tried, _seen
+    global _is_tried, _has_parts, _seen
     inputs: dict[nn.Module, tuple[int, int, torch.Tensor]] = {}
 
     def note(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -356,8 +365,27 @@ def use_kernels(model: nn.Module, layers: Sequence[nn.Module], kernels: KernelSe
             inputs.clear()
             _seen = _Seen()
             run()
+            _seen, _has_parts = None, True
+            run()  # what is made when it is first needed is made
+            return _wait_of(run) if next(model.parameters()).is_cuda else None
     finally:
-        _is_tried, _seen = False, None
+        _is_tried, _has_parts, _seen = False, False, None
+
+
+def _wait_of(run: Callable[[], object]) -> str | None:
+    """Return the line of transformers that makes the host wait for the GPU; None if there is none."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        lines = traceback.extract_tb(error.__traceback__)
+        line = next((line for line in reversed(lines) if _OF_MODELS & set(Path(line.filename).parts)), lines[-1])
+        return f"{Path(line.filename).name}:{line.lineno}: {line.line}"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return None
 
 
 def _replace_norms(
@@ -397,7 +425,7 @@ def _offset_of(module: nn.Module, eps: float) -> float | None:
 def _replace_linears(
     parent: nn.Module, inputs: Mapping[nn.Module, tuple[int, int, torch.Tensor]], kernels: KernelSet
 ) -> None:
-    """Replace the linear layers of one module that ran; those of the same input, in the order of their calls, by one."""
+    """Replace the linear layers of a module; those of the same input, in the order of their calls, by one."""
     names = {module: name for name, module in parent.named_children()}
     groups: dict[tuple[object, ...], list[nn.Linear]] = {}
     for module, (place, version, _) in inputs.items():
@@ -455,7 +483,9 @@ def _watch_rotation(source: Any) -> None:
         return
 
     @wraps(rotate)
-    def watched(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def watched(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         if _rotating is not None:
             _rotating.rotation = cos, sin
             return q, k
@@ -468,10 +498,16 @@ def _watch_rotation(source: Any) -> None:
     setattr(source, _ROTATION, watched)
 
 
-def _rotates_halves(rotate: Callable[..., Any], shape: torch.Size, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+def _rotates_halves(
+    rotate: Callable[..., Any], shape: torch.Size, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
+) -> bool:
     """Return whether a function rotates pairs of elements i and i + D / 2 of heads by the first D / 2 cosines."""
     half = shape[-1] // 2
-    if cos.shape != sin.shape or cos.shape[-1] not in (half, 2 * half) or cos.numel() != NUM_TRIED_TOKENS * cos.shape[-1]:
+    if (
+        cos.shape != sin.shape
+        or cos.shape[-1] not in (half, 2 * half)
+        or cos.numel() != NUM_TRIED_TOKENS * cos.shape[-1]
+    ):
         return False
     x = torch.randn(shape, device=cos.device)
     angles = torch.randn_like(cos[..., :half], dtype=torch.float32)

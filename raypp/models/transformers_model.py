@@ -1,7 +1,8 @@
 """The layers of a stage as transformers' own modules: for decoders that raypp declares no family of.
 
 Transformers builds the whole model on the meta device, and only what this stage computes gets weights. Its classes run
-as they are, with the kernel set's operations in place of their parts (`transformers_layers`). Between stages one tensor travels, the residual stream:
+as they are, with the kernel set's operations in place of some of their parts (`raypp.models.transformers_layers`).
+Between stages one tensor travels, the residual stream:
 
     other stage   `_Elsewhere` in place of the layer; the one before `start_layer` hands in what was received
     this stage    layers [start_layer, end_layer)
@@ -14,7 +15,8 @@ other tokens when it is cut; see `raypp.testing.try_decoder`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from threading import RLock
 from typing import Any, cast
@@ -25,7 +27,7 @@ from torch import nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from raypp.errors import ModelLoadError
-from raypp.graphs.cost import GraphCost
+from raypp.graphs.cost import GRAPH_MODES, GraphCost, GraphMode
 from raypp.models.config import ModelConfig
 from raypp.models.decoder import Deepstack
 from raypp.models.transformers_layers import (
@@ -44,6 +46,7 @@ from raypp.ops.backend import KernelSet, LMHead
 from raypp.ops.kv_cache import LayerCache
 from raypp.ops.weight import Weight
 
+_LOG = logging.getLogger(__name__)
 _PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -165,6 +168,7 @@ class TransformersModel:
         self._model = model = empty_model(path, dtype)
         self._decoder = model.get_decoder()
         self._step = Step()
+        self._waits: str | None = None
         layers = layers_of(model)
         for index, layer in enumerate(layers):
             if index in self._own:
@@ -185,7 +189,7 @@ class TransformersModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the stage's weights, tied ones counted once."""
-        own = sum(each.nbytes for each in {id(each): each for each in self._model.parameters()}.values())
+        own: int = sum(each.nbytes for each in {id(each): each for each in self._model.parameters()}.values())
         return own + num_bytes(self._model)
 
     def owns_tensor(self, name: str) -> bool:
@@ -238,7 +242,16 @@ class TransformersModel:
             path = next(name for name, module in model.named_modules() if module is self._decoder)
             owner, _, self._name = path.rpartition(".")
             self._owner = model.get_submodule(owner)
-        use_kernels(self._decoder, [layers_of(model)[index] for index in self._own], self.kernels, self._run_once)
+        layers = [layers_of(model)[index] for index in self._own]
+        self._waits = use_kernels(self._decoder, layers, self.kernels, self._run_once)
+        if self._waits:
+            _LOG.warning(
+                "layers %d to %d: all steps run eagerly, for %s asks the device for something on the way: %s",
+                self._own.start,
+                self._own.stop - 1,
+                type(model).__name__,
+                self._waits,
+            )
 
     def _run_once(self) -> None:
         hidden = torch.ones(NUM_TRIED_TOKENS, self.hidden_size, dtype=self._dtype, device=self._device)
@@ -266,9 +279,11 @@ class TransformersModel:
         return tuple({self._config.attention[index].output_size: None for index in self._own})
 
     @property
-    def can_be_recorded(self) -> bool:
-        """Whether a decode step never waits for the device."""
-        return self.kernels.can_be_recorded or self._device.type == "cpu"
+    def graph_modes(self) -> Collection[GraphMode]:
+        """Which graphs can hold the stage's steps."""
+        if self._waits:
+            return ()
+        return GRAPH_MODES if self.kernels.can_be_recorded or self._device.type == "cpu" else ("piecewise",)
 
     def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
         """Do the host's part of a step's attention; see `raypp.ops.backend.KernelSet`."""

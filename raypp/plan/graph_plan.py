@@ -43,8 +43,7 @@ def graph_spec(
     """
     mode = config.graphs.mode
     if mode == "auto":
-        # Recordings of transformers' modules are made on request: some ask the device for something on the way.
-        mode = "full_and_piecewise" if device == "cuda" and model.measured is None else "none"
+        mode = "full_and_piecewise" if device == "cuda" else "none"
     has_pieces = mode in ("piecewise", "full_and_piecewise")
     spec = GraphSpec(
         has_full=mode in ("full", "full_and_piecewise"),

@@ -87,7 +87,7 @@ class Stage:
             spec.speculative.ladder,
             max_step_rows=spec.max_step_rows,
             max_step_tokens=spec.max_step_tokens,
-            can_be_full=model.can_be_recorded,
+            modes=model.graph_modes,
         )
 
         self._block_tables = BlockTables(spec, device)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
-from raypp.graphs.cost import GraphCost
+from raypp.graphs.cost import GraphCost, GraphMode
 from raypp.models.decoder import Deepstack
 from raypp.models.draft_head import DraftHead
 from raypp.ops.attention import AttentionBatch
@@ -24,8 +24,8 @@ class StageModel(Protocol):
         """Elements of attention's output per token, Hq * Dv, of any of the layers; all differ."""
 
     @property
-    def can_be_recorded(self) -> bool:
-        """Whether a decode step never waits for the device, so that a CUDA graph can hold it."""
+    def graph_modes(self) -> Collection[GraphMode]:
+        """Which graphs can hold the stage's steps; see `GraphMode`."""
 
     @property
     def taps(self) -> Mapping[int, torch.Tensor]:

@@ -9,13 +9,13 @@ The number of rows of a step is never changed to make it fit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from raypp.errors import ResourceError
 from raypp.graphs.buckets import Buckets, few_row_buckets, row_buckets, token_buckets
-from raypp.graphs.cost import GraphCost
+from raypp.graphs.cost import GRAPH_MODES, GraphCost, GraphMode
 from raypp.messages import StepForm, StepPlan
 from raypp.stage.stage_spec import GraphSpec
 
@@ -47,7 +47,7 @@ class StepSizes:
         *,
         max_step_rows: int,
         max_step_tokens: int,
-        can_be_full: bool = True,
+        modes: Collection[GraphMode] = GRAPH_MODES,
     ) -> StepSizes:
         """Return what a stage is to record, the largest first.
 
@@ -56,15 +56,15 @@ class StepSizes:
             ladder: The numbers of drafts that a step may have.
             max_step_rows: Rows of one step.
             max_step_tokens: Tokens of one step.
-            can_be_full: Whether its decode steps never wait for the device.
+            modes: Which graphs can hold the stage's steps.
         """
         full: list[FullSize] = []
-        if graphs.has_full and can_be_full:
+        if graphs.has_full and "full" in modes:
             for num_drafts in ladder:
                 rows = few_row_buckets(max_step_rows) if num_drafts else row_buckets(max_step_rows)
                 sizes = (FullSize(num_rows, num_drafts) for num_rows in rows.sizes)
                 full += (size for size in sizes if size.num_tokens <= max_step_tokens)
-        max_tokens = graphs.max_piecewise_tokens
+        max_tokens = graphs.max_piecewise_tokens if "piecewise" in modes else 0
         piecewise = token_buckets(max_tokens).sizes if max_tokens else ()
         return cls(tuple(sorted(full, key=lambda size: -size.num_tokens)), tuple(reversed(piecewise)))
 

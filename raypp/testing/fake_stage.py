@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
-from raypp.graphs.cost import GraphCost
+from raypp.graphs.cost import GRAPH_MODES, GraphCost, GraphMode
 from raypp.models.config import ModelConfig
 from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
@@ -69,9 +69,9 @@ class FakeModel:
         return ()
 
     @property
-    def can_be_recorded(self) -> bool:
+    def graph_modes(self) -> Collection[GraphMode]:
         """It waits, but for no device."""
-        return True
+        return GRAPH_MODES
 
     def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
         """There is no attention to plan."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,18 @@ from shrunken_models import make_shrunken
 from test_hidden_waits import waits_are_errors
 
 from raypp.config.engine_config import EngineConfig
-from raypp.plan.engine_plan import plan_engine
+from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
+from raypp.stage.step_sizes import StepSizes
 from raypp.testing import LocalEngine
+from raypp.testing.local_engine import LocalPipeline, build_local_stages
 from raypp.testing.try_decoder import prompts
 from raypp.types import SamplingParams
 
 NUM_TOKENS = 12
-MOST_LOST = 0.1
-"""Of the distance between the best and the mean logit: what bf16 may change."""
+MOST_LOST = 0.03
+"""Of the distance between the best and the mean logit, in the mean over tokens: what bf16 may change. Transformers' own
+bf16 loses 0.011 of gpt-oss: where another expert is chosen, a token loses 0.3."""
 TYPES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 64},
     "qwen3_moe": {"head_dim": 64},
@@ -37,7 +41,7 @@ TYPES: dict[str, dict[str, Any]] = {
 IS_DRY = "dry_report" in sys.modules  # a dry run's numbers mean nothing
 
 
-def generate(path: Path, mode: str) -> list[list[int]]:
+def plan(path: Path, mode: str) -> EnginePlan:
     settings: dict[str, Any] = {
         "model_impl": "transformers",
         "mode": mode,
@@ -54,7 +58,11 @@ def generate(path: Path, mode: str) -> list[list[int]]:
         "skip_tokenizer_init": True,
     }
     hardware = Hardware(2, 1 << 34, 1, "this one", 16 << 30, (9, 0))
-    engine = LocalEngine(plan_engine(EngineConfig.from_flat(str(path), **settings), hardware))
+    return plan_engine(EngineConfig.from_flat(str(path), **settings), hardware)
+
+
+def generate(path: Path, mode: str) -> list[list[int]]:
+    engine = LocalEngine(plan(path, mode))
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     first = engine.generate(prompts(), params)  # what is made when it is first needed is made
     with waits_are_errors():
@@ -79,5 +87,33 @@ def test_tokens_are_transformers(model_type: str, mode: str, tmp_path: Path) -> 
         for token, of_token in zip(output, logits[len(prompt) - 1 :].float(), strict=True):
             best = float(of_token.max())
             lost.append((best - float(of_token[token])) / (best - float(of_token.mean())))
-    print(f"{model_type}, {mode}: {max(lost):.3f} of the distance to the best token at most")
-    assert max(lost) < MOST_LOST
+    print(
+        f"{model_type}, {mode}: {statistics.fmean(lost):.4f} of the distance to the best token, {max(lost):.3f} at most"
+    )
+    assert statistics.fmean(lost) < MOST_LOST
+
+
+def test_what_waits_for_the_device_runs_eagerly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers.models.qwen3 import modeling_qwen3
+
+    forward = modeling_qwen3.Qwen3MLP.forward
+
+    def waiting(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x.sum().item()
+        return forward(module, x)
+
+    monkeypatch.setattr(modeling_qwen3.Qwen3MLP, "forward", waiting)
+    path = make_shrunken("qwen3", tmp_path, head_dim=64)
+    made = plan(path, "auto")
+    stages = build_local_stages([made.stage_spec(index) for index in range(2)], made.model)
+    warnings = [record.getMessage() for record in caplog.records if "eagerly" in record.getMessage()]
+    assert len(warnings) == 2  # of each stage
+    assert "layers 0 to 2" in warnings[0]
+    assert "modeling_qwen3.py" in warnings[0]
+    assert "self.mlp(hidden_states)" in warnings[0]
+    assert all(local.stage.graphs.sizes == StepSizes() for local in stages)
+    engine = LocalEngine(made, pipeline=LocalPipeline([local.stage for local in stages]))
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    assert [len(tokens) for tokens in engine.generate(prompts(), params)] == [NUM_TOKENS] * len(prompts())

@@ -34,6 +34,21 @@ def test_steps_of_recordings_wait_for_nothing(rows):
 
 
 @needs
+@pytest.mark.parametrize(
+    "test",
+    [
+        "waits",
+        "gemma3_text-full",
+        *(pytest.param(f"{name}-full", marks=pytest.mark.full) for name in ("glm4_moe", "qwen3_moe")),
+    ],
+)
+def test_transformers_modules(test):
+    done = run_dry("-m", "pytest", "-q", "tests/gpu/test_transformers_gpu.py", "-k", test)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "1 passed" in done.stdout
+
+
+@needs
 def test_a_wait_is_noticed():
     program = """
 import torch

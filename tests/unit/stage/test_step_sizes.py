@@ -111,7 +111,7 @@ def test_modes_on_a_cpu(mode, has_full, has_piecewise):
     assert (padding.size_of(_plan(0, 3, ())).form is StepForm.FULL_GRAPH) == has_full
     assert (padding.size_of(_plan(0, 0, (5,))).form is StepForm.PIECEWISE) == has_piecewise
     graphs = _engine_plan(mode).stage_spec(0).graphs
-    assert not StepSizes.wanted(graphs, (0,), max_step_rows=6, max_step_tokens=32, can_be_full=False).full
+    assert not StepSizes.wanted(graphs, (0,), max_step_rows=6, max_step_tokens=32, modes=("piecewise",)).full
 
 
 def test_sizes_that_all_stages_have():
