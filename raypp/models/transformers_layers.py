@@ -15,7 +15,7 @@ import copy
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -93,10 +93,19 @@ class _Seen:
     """Queries and keys before, and after."""
 
 
-_is_tried = _has_parts = False
-"""While steps run to see what layers do, attention computes nothing, and experts only when all kernels are made."""
-_seen: _Seen | None = None
-"""While such a step is watched."""
+@dataclass(eq=False)
+class _Trial:
+    """Steps that show what layers do. Attention is no attention then."""
+
+    seen: _Seen | None = None
+    """While what layers do to queries and keys is watched, and no product is computed."""
+    has_kernels: bool = False
+    """Whether all kernels are made. They share memory whose size is known only then."""
+    heads_by_kernels: bool = True
+    """Whether the kernel set would do what it can of queries and keys."""
+
+
+_trial: _Trial | None = None
 _rotating: LayerAttention | None = None
 """The attention that rotates the queries and keys that the layer would rotate next."""
 
@@ -119,6 +128,7 @@ class LayerAttention:
         self._group = group
         self._kernels = kernels
         self._attention: Attention | None = None
+        self._source: _Linear | None = None
         self._rotates = False
         self._qkv: torch.Tensor | None = None  # the linear layers' output, where the kernels do all that follows
         self.rotation: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -128,14 +138,15 @@ class LayerAttention:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, options: Mapping[str, Any]
     ) -> torch.Tensor:
         """Return [1, T, Hq, Dv]. Shapes: query [1, Hq, T, Dk], key [1, Hk, T, Dk], value [1, Hk, T, Dv]."""
-        global _seen, _rotating
+        global _rotating
         step, config, num_tokens = self._step, self._config, query.shape[2]
         qkv, rotation, self._qkv, self.rotation, _rotating = self._qkv, self.rotation, None, None, None
-        if _seen is not None:
-            self._make(_seen, query, key, value, options.get("s_aux"))
-            _seen = _Seen()
-        if _is_tried:
-            return value.new_zeros(1, num_tokens, config.num_heads, config.v_dim)
+        if _trial is not None:
+            if _trial.seen is not None:
+                self._make(_trial.seen, query, key, value, options.get("s_aux"))
+                _trial.seen = _Seen()
+            attended = value.new_ones(1, num_tokens, config.num_heads, config.v_dim)
+            return attended if self._source is not None else attended + (query.mean() + key.mean() + value.mean())
         assert self._attention is not None
         if qkv is None:
             qkv = torch.cat([each[0].transpose(0, 1).flatten(1) for each in (query, key, value)], -1)
@@ -143,6 +154,17 @@ class LayerAttention:
         rope = step.rotation(self._unrotated if rotation is None else rotation[0], partial(self._rope, rotation))
         attended = self._attention(qkv, rope, step.caches[self._place], step.batch, out)
         return attended.view(1, num_tokens, config.num_heads, config.v_dim)
+
+    def leave_heads(self) -> None:
+        """Have the layer do itself what was found that the kernels could do."""
+        if self._source is not None:
+            self._source.attention, self._source = None, None
+            self._attention = self._kernels.attention(replace(self._heads, norm=None))
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether the kernels now do what the layer would do to queries and keys."""
+        return self._source is not None and (_trial is None or _trial.heads_by_kernels)
 
     def take(self, qkv: torch.Tensor) -> None:
         """Attend to `qkv`, [T, (Hq + Hk) * Dk + Hk * Dv], and rotate it if the layer would."""
@@ -172,14 +194,14 @@ class LayerAttention:
         source = next((linear for linear in seen.linears if _begin_alike(linear[1:2], (q,))), None)
         is_whole = normed == [None, None] or norm is not None
         if source is not None and is_whole and _are_parts(source, (q, k, v), config):
-            self._rotates = rotates
+            self._rotates, self._source = rotates, source[0]
             source[0].attention = self
             for each in normed:
                 if each is not None:
-                    each[0].is_left = True
+                    each[0].attention = self
         else:
             norm = None
-        heads = Heads(
+        self._heads = Heads(
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
@@ -191,7 +213,7 @@ class LayerAttention:
             sinks=None if sinks is None else sinks.float(),
             group=self._group,
         )
-        self._attention = self._kernels.attention(heads)
+        self._attention = self._kernels.attention(self._heads)
         self._unrotated = torch.zeros(config.head_dim // 2, device=v.device)
 
 
@@ -235,12 +257,13 @@ class _Linear(nn.Module):
         self._project: Projection = kernels.linear(Weight(weight), bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if _seen is not None:  # nothing is computed: kernels share memory whose size is known when all are made
+        if _trial is not None and not _trial.has_kernels:
             y = x.new_zeros(*x.shape[:-1], self._num_outputs)
-            _seen.linears.append((self, y, y._version))
+            if _trial.seen is not None:
+                _trial.seen.linears.append((self, y, y._version))
             return y
         y = self._project(x.reshape(-1, x.shape[-1]).contiguous())
-        if self.attention is not None:
+        if self.attention is not None and self.attention.has_heads:
             self.attention.take(y)
         return y.view(*x.shape[:-1], -1)
 
@@ -280,22 +303,22 @@ class _Other(nn.Module):
 
 
 class _Norm(nn.Module):
-    """RMSNorm by the kernel set; nothing where the attention does it (`is_left`)."""
+    """RMSNorm by the kernel set; nothing where it is part of the attention."""
 
     def __init__(self, weight: nn.Parameter, gain: torch.Tensor, eps: float, kernels: KernelSet) -> None:
         super().__init__()
         self.weight = weight
         self.gain = gain
         self.eps = eps
-        self.is_left = False
+        self.attention: LayerAttention | None = None
         self._norm = kernels.norm(gain, eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.is_left:
+        if self.attention is not None and self.attention.has_heads:
             return x
         y = self._norm(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
-        if _seen is not None:
-            _seen.norms.append((self, x, y))
+        if _trial is not None and _trial.seen is not None:
+            _trial.seen.norms.append((self, x, y))
         return y
 
 
@@ -314,7 +337,7 @@ class _Experts(nn.Module):
 
 def _experts(module: nn.Module, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Compute the experts of `module`; see transformers' interface of experts."""
-    if _is_tried and not _has_parts:
+    if _trial is not None and not _trial.has_kernels:
         return torch.zeros_like(x)
     own = module._modules.get(_PRODUCTS)
     y: torch.Tensor = (
@@ -327,7 +350,11 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
 
 
 def use_kernels(
-    model: nn.Module, layers: Sequence[nn.Module], kernels: KernelSet, run: Callable[[], object]
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    attentions: Sequence[LayerAttention],
+    kernels: KernelSet,
+    run: Callable[[], torch.Tensor],
 ) -> str | None:
     """Give the kernel set all that it can do of a stage's layers, which have their weights and attend by it.
 
@@ -336,10 +363,11 @@ def use_kernels(
     Args:
         model: All of transformers' modules that the stage runs.
         layers: Of the stage.
+        attentions: Theirs.
         kernels: Of the device.
         run: Runs the layers with `NUM_TRIED_TOKENS` tokens.
     """
-    global _is_tried, _has_parts, _seen
+    global _trial
     inputs: dict[nn.Module, tuple[int, int, torch.Tensor]] = {}
 
     def note(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -353,7 +381,7 @@ def use_kernels(
     offsets: dict[tuple[type[nn.Module], float], float | None] = {}
     are_plain: dict[type[nn.Module], bool] = {}
     try:
-        _is_tried = True
+        _trial = _Trial()
         with torch.no_grad():
             run()
             for hook in hooks:
@@ -363,16 +391,20 @@ def use_kernels(
                 _replace_linears(parent, inputs, kernels)
                 _replace_experts(parent, are_plain, kernels)
             inputs.clear()
-            _seen = _Seen()
+            _trial.seen = _Seen()
             run()
-            _seen, _has_parts = None, True
-            run()  # what is made when it is first needed is made
-            return _wait_of(run) if next(model.parameters()).is_cuda else None
+            _trial = _Trial(has_kernels=True, heads_by_kernels=False)
+            expected = run()
+            _trial.heads_by_kernels = True
+            if not torch.equal(run().view(torch.uint8), expected.view(torch.uint8)):
+                for attention in attentions:  # queries, keys or values go elsewhere, too
+                    attention.leave_heads()
+            return _wait_of(run) if expected.is_cuda else None
     finally:
-        _is_tried, _has_parts, _seen = False, False, None
+        _trial = None
 
 
-def _wait_of(run: Callable[[], object]) -> str | None:
+def _wait_of(run: Callable[[], torch.Tensor]) -> str | None:
     """Return the line of transformers that makes the host wait for the GPU; None if there is none."""
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -490,8 +522,9 @@ def _watch_rotation(source: Any) -> None:
             _rotating.rotation = cos, sin
             return q, k
         rotated = rotate(q, k, cos, sin, *args, **kwargs)
-        if _seen is not None and _rotates_halves(rotate, q.shape, cos, sin, *args, **kwargs):
-            _seen.rotated = (q, k, *rotated)
+        seen = None if _trial is None else _trial.seen
+        if seen is not None and _rotates_halves(rotate, q.shape, cos, sin, *args, **kwargs):
+            seen.rotated = (q, k, *rotated)
         return rotated
 
     watched.raypp_original = rotate  # type: ignore[attr-defined]

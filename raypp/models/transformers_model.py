@@ -169,12 +169,15 @@ class TransformersModel:
         self._decoder = model.get_decoder()
         self._step = Step()
         self._waits: str | None = None
+        self._attentions: list[LayerAttention] = []
         layers = layers_of(model)
         for index, layer in enumerate(layers):
             if index in self._own:
                 attention = config.attention[index]
                 group = config.windows.index(attention.window)
-                attend_at(layer, LayerAttention(self._step, index - start_layer, attention, group, kernels))
+                made = LayerAttention(self._step, index - start_layer, attention, group, kernels)
+                attend_at(layer, made)
+                self._attentions.append(made)
             else:
                 layers[index] = _Elsewhere(layer)
         self._before = None if self._is_first else cast("_Elsewhere", layers[start_layer - 1])
@@ -243,7 +246,7 @@ class TransformersModel:
             owner, _, self._name = path.rpartition(".")
             self._owner = model.get_submodule(owner)
         layers = [layers_of(model)[index] for index in self._own]
-        self._waits = use_kernels(self._decoder, layers, self.kernels, self._run_once)
+        self._waits = use_kernels(self._decoder, layers, self._attentions, self.kernels, self._run_once)
         if self._waits:
             _LOG.warning(
                 "layers %d to %d: all steps run eagerly, for %s asks the device for something on the way: %s",
@@ -253,9 +256,9 @@ class TransformersModel:
                 self._waits,
             )
 
-    def _run_once(self) -> None:
+    def _run_once(self) -> torch.Tensor:
         hidden = torch.ones(NUM_TRIED_TOKENS, self.hidden_size, dtype=self._dtype, device=self._device)
-        self._run(hidden, torch.arange(NUM_TRIED_TOKENS, device=self._device))
+        return self._run(hidden, torch.arange(NUM_TRIED_TOKENS, device=self._device))
 
     @property
     def _tied(self) -> set[str]:
