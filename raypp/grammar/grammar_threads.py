@@ -11,6 +11,7 @@ Masks under a constraint whose last ones took long are made by threads of their 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -36,6 +37,7 @@ _LOAD_TIMEOUT_S = 300.0  # of a tokenizer on a slow disk
 _END_TIMEOUT_S = 1.0
 _STACK_BYTES = 1 << 28  # reserved, not taken: llguidance needs up to 16 KiB for each rule that is within another
 _LOWEST_PRIORITY = 19
+_LONG_S = 0.5  # a job that may have taken megabytes
 
 Advance = tuple[int, Sequence[int], Sequence[int]]
 """What one step brought to a text: its id, the tokens, the drafts behind them."""
@@ -249,7 +251,10 @@ class GrammarThreads:
             if job is None:
                 return
             job.thread_id = threading.get_native_id()
+            began_s = time.monotonic()
             job.run(self._loaded)
+            if time.monotonic() - began_s > _LONG_S:
+                _trim_memory()
             with self._lock:
                 job.is_done = True
             self._done.append(job)
@@ -284,6 +289,12 @@ class GrammarThreads:
                 hint="look whether the disk with the model answers, and send the request again",
                 param="structured_outputs",
             ) from None
+
+
+def _trim_memory() -> None:
+    """Give free memory back to the system. glibc keeps it, for each thread apart; other C libraries do not."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _none_left(num_given_up: int) -> RequestError:

@@ -247,6 +247,9 @@ class TransformersModel:
             self._owner = model.get_submodule(owner)
         layers = [layers_of(model)[index] for index in self._own]
         self._waits = use_kernels(self._decoder, layers, self._attentions, self.kernels, self._run_once)
+        if self._device.type == "cpu":  # a file that is replaced later must not change a running engine
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
         if self._waits:
             _LOG.warning(
                 "layers %d to %d: all steps run eagerly, for %s asks the device for something on the way: %s",
