@@ -84,7 +84,7 @@ def layers_of(model: Any) -> nn.ModuleList:
         ModelLoadError: it has no list of them.
     """
     num_layers = model.config.num_hidden_layers
-    for module in model.get_decoder().children():
+    for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
     raise ModelLoadError(
