@@ -70,7 +70,6 @@ OF_VLLM: Mapping[str, InPlace] = MappingProxyType(
         "runner": InPlace(None, "leave it out: models generate text"),
         "limit_mm_per_prompt": InPlace("images.max_images_per_prompt"),
         "mm_processor_kwargs": InPlace(None, "leave it out: images are read as the model was trained"),
-        "trust_remote_code": InPlace(None, "leave it out: code in a checkpoint is never run"),
         "distributed_executor_backend": InPlace(None, "leave it out: stages are always actors of Ray"),
         "attention_backend": _NOT_CHOSEN,
         "disable_log_requests": InPlace(None, "leave it out: requests are not logged"),

@@ -44,6 +44,9 @@ class ModelSection(Section):
     model_impl: Literal["auto", "raypp", "transformers"] = "auto"
     """Whose layers compute. `raypp`: raypp's own, of the architectures in README's table. `transformers`: transformers'
     modules, with raypp's attention. `auto`: raypp's where it has the architecture, else transformers'."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with a checkpoint (`auto_map` in config.json), by transformers' modules. It can do
+    whatever raypp's user can. Without it, such code is never run, and a model that needs it is refused."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` makes random weights from config.json alone."""
     dtype: Annotated[

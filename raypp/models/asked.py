@@ -21,6 +21,7 @@ from raypp.errors import ModelLoadError
 
 PROBE = "raypp.models.transformers_probe"
 _MODULES = ("raypp.models.transformers_model", "raypp.models.transformers_layers")
+TRUSTS_CODE = "--trust-remote-code"
 _TIMEOUT_S = 900.0
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
 
@@ -30,17 +31,19 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raypp"
 
 
-def asked(program: str, path: Path, *arguments: str) -> dict[str, Any]:
+def asked(program: str, path: Path, *arguments: str, trusts_code: bool = False) -> dict[str, Any]:
     """Return what a program says of the model in a directory; runs it the first time.
 
     Args:
         program: Its module.
         path: The directory.
         arguments: What it gets besides.
+        trusts_code: Whether it may run code that comes with the model.
 
     Raises:
         ModelLoadError: it ends without an answer.
     """
+    arguments = (*arguments, *([TRUSTS_CODE] if trusts_code else []))
     kept = cache_folder() / "models" / f"{_digest(program, path, arguments)}.json"
     try:
         found: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
@@ -56,6 +59,8 @@ def _digest(program: str, path: Path, arguments: tuple[str, ...]) -> str:
     parts += [
         Path(spec.origin).read_bytes() for name in (program, *_MODULES) if (spec := find_spec(name)) and spec.origin
     ]
+    if TRUSTS_CODE in arguments:
+        parts += [file.read_bytes() for file in sorted(path.glob("*.py"))]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
 
 

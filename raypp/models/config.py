@@ -96,6 +96,7 @@ class ModelConfig:
     experts: ExpertConfig | None = None  # None: all layers are dense
     quantization: Quantization | None = None  # None: weights are floats of 16 or 32 bits
     measured: tuple[MeasuredLayer, ...] | None = None  # of each layer of transformers' modules; None: raypp's layers
+    trusts_code: bool = False  # whether transformers may run code that comes with the model
     has_fp8_kv_cache: bool = False  # whether the checkpoint was made for a KV cache in 8 bits
 
     @property
@@ -124,6 +125,7 @@ def load_model_config(
     path: Path,
     *,
     impl: ModelImpl = "auto",
+    trusts_code: bool = False,
     rope_scaling: Mapping[str, Any] | None = None,
     max_model_len: int | None = None,
 ) -> ModelConfig:
@@ -132,6 +134,7 @@ def load_model_config(
     Args:
         path: The directory.
         impl: Whose layers; see `raypp.config.sections.ModelSection`.
+        trusts_code: Whether code that comes with the model may be run; see there.
         rope_scaling: In place of the file's field of that name; None: as the file has it.
         max_model_len: Tokens of the longest request, which dynamic scaling is chosen by; None: as many as are trained.
 
@@ -142,7 +145,8 @@ def load_model_config(
     whole = ConfigFields(file, read_json(file))
     architecture = _architecture(whole, impl)
     if architecture not in FAMILIES:
-        return _transformers_config(path, whole, architecture, has_options=rope_scaling is not None)
+        has_options = rope_scaling is not None
+        return _transformers_config(path, whole, architecture, trusts_code=trusts_code, has_options=has_options)
     family = FAMILIES[architecture]
     fields = _text_fields(whole) if family.has_vision else whole
     if rope_scaling is not None:
@@ -243,14 +247,16 @@ def _architecture(fields: ConfigFields, impl: ModelImpl) -> str:
     )
 
 
-def _transformers_config(path: Path, whole: ConfigFields, architecture: str, *, has_options: bool) -> ModelConfig:
+def _transformers_config(
+    path: Path, whole: ConfigFields, architecture: str, *, trusts_code: bool, has_options: bool
+) -> ModelConfig:
     """Return what a model of transformers' modules needs, as these say it.
 
     Raises:
         ModelLoadError: transformers does not have it, it needs what raypp cannot give, or it is quantized.
     """
     name = architecture.partition(":")[2]
-    found = asked(PROBE, path)
+    found = asked(PROBE, path, trusts_code=trusts_code)
     if (error := found.get("error")) is not None:
         raise ModelLoadError(
             f"{whole.file}: {name} does not run by transformers' modules: {error['message']}",
@@ -281,6 +287,7 @@ def _transformers_config(path: Path, whole: ConfigFields, architecture: str, *, 
         dtype=read_dtype(text),
         eos_token_ids=_eos_token_ids(path, ConfigFields(text.file, {**text.values, "vocab_size": found["vocab_size"]})),
         measured=tuple(MeasuredLayer(**layer) for layer in found["layers"]),
+        trusts_code=trusts_code,
     )
 
 

@@ -38,7 +38,7 @@ _CONFIG_PATTERNS = [
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 ]
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt", "*.py"]
 
 
 def build_model(

@@ -12,6 +12,7 @@ linear layer's output is seen in a step of a few tokens: where each tensor begin
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from raypp.ops.backend import Attention, KernelSet, Projection
 from raypp.ops.kv_cache import LayerCache
 from raypp.ops.weight import Weight
 
+_LOG = logging.getLogger(__name__)
 ATTENTION = EXPERTS = "raypp"
 _PLACE = "raypp_attention"
 _ROTATION = "apply_rotary_pos_emb"
@@ -397,7 +399,8 @@ def use_kernels(
             expected = run()
             _trial.heads_by_kernels = True
             if not torch.equal(run().view(torch.uint8), expected.view(torch.uint8)):
-                for attention in attentions:  # queries, keys or values go elsewhere, too
+                _LOG.info("queries, keys or values do not go to attention alone: layers norm and rotate them")
+                for attention in attentions:
                     attention.leave_heads()
             return _wait_of(run) if expected.is_cuda else None
     finally:

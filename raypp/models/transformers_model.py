@@ -15,6 +15,7 @@ other tokens when it is cut; see `raypp.testing.try_decoder`.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ import torch
 import transformers
 from torch import nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from raypp.errors import ModelLoadError
 from raypp.graphs.cost import GRAPH_MODES, GraphCost, GraphMode
@@ -47,6 +49,7 @@ from raypp.ops.kv_cache import LayerCache
 from raypp.ops.weight import Weight
 
 _LOG = logging.getLogger(__name__)
+_MOST_SAID = 400
 _PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -55,21 +58,35 @@ _PREFIXES = {
 """Of a language model beside a tower, and by itself."""
 
 
-def empty_model(path: Path, dtype: torch.dtype) -> Any:
+def empty_model(path: Path, dtype: torch.dtype, *, trusts_code: bool = False) -> Any:
     """Return transformers' model of a directory's config.json on the meta device.
 
+    Args:
+        path: The directory.
+        dtype: Of its parameters.
+        trusts_code: Whether code in the directory may be run.
+
     Raises:
-        ModelLoadError: transformers has no decoder of that configuration.
+        ModelLoadError: transformers has no decoder of that configuration, or by code that is not trusted.
     """
+    said = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    if said.get("auto_map") and said.get("model_type") not in CONFIG_MAPPING and not trusts_code:
+        raise ModelLoadError(
+            "it needs code that comes with it",
+            got=f"auto_map={said['auto_map']}, and trust_remote_code=false",
+            expected="trust_remote_code=true, for code that was read: it can do whatever you can",
+        )
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trusts_code)
         config = config.get_text_config(decoder=True)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION, dtype=dtype, trust_remote_code=trusts_code
+            )
     except (ValueError, OSError, KeyError, ImportError) as error:
         raise ModelLoadError(
             f"{path}: transformers makes no decoder of its config.json",
-            got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            got=f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MOST_SAID],
             expected="a model type of transformers that generates text",
         ) from error
     if model._can_set_experts_implementation():
@@ -165,7 +182,9 @@ class TransformersModel:
         self._device, self._dtype = device, dtype
         self._own = range(start_layer, end_layer)
         self._is_first, self._is_last = start_layer == 0, end_layer == config.num_layers
-        self._model = model = empty_model(path, dtype)
+        if config.trusts_code:
+            _LOG.warning("%s: its code is run (trust_remote_code)", path)
+        self._model = model = empty_model(path, dtype, trusts_code=config.trusts_code)
         self._decoder = model.get_decoder()
         self._step = Step()
         self._waits: str | None = None

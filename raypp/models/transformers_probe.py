@@ -18,6 +18,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from raypp.errors import ModelLoadError, RayppError
+from raypp.models.asked import TRUSTS_CODE
 from raypp.models.attention_config import AttentionConfig
 from raypp.models.config import MeasuredLayer
 from raypp.models.transformers_layers import attend_at
@@ -79,13 +80,13 @@ class _Witness:
         return window or None
 
 
-def probe(path: Path) -> dict[str, Any]:
+def probe(path: Path, *, trusts_code: bool = False) -> dict[str, Any]:
     """Return what planning needs of a model, as JSON has it; see `raypp.models.config`.
 
     Raises:
         ModelLoadError: transformers does not have it, or it needs what raypp cannot give.
     """
-    model = empty_model(path, torch.float32)
+    model = empty_model(path, torch.float32, trusts_code=trusts_code)
     config, layers = model.config, layers_of(model)
     _refuse_unknown(model)
     if model._can_set_experts_implementation():
@@ -151,10 +152,10 @@ def _measured(layer: nn.Module, config: Any) -> MeasuredLayer:
     )
 
 
-def answer(path: Path) -> dict[str, Any]:
+def answer(path: Path, *, trusts_code: bool = False) -> dict[str, Any]:
     """Return what `probe` finds; or the error, as `error`."""
     try:
-        return probe(path)
+        return probe(path, trusts_code=trusts_code)
     except RayppError as error:
         return {"error": {"message": error.message, "got": error.got, "expected": error.expected}}
     except Exception as error:  # a model's own code may raise anything
@@ -162,4 +163,4 @@ def answer(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(answer(Path(sys.argv[1]))))
+    print(json.dumps(answer(Path(sys.argv[1]), trusts_code=TRUSTS_CODE in sys.argv)))

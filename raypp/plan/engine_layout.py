@@ -90,6 +90,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     read = load_model_config(
         model_path,
         impl=config.model.model_impl,
+        trusts_code=config.model.trust_remote_code,
         rope_scaling=config.model.rope_scaling,
         max_model_len=config.model.max_model_len,
     )

@@ -27,7 +27,7 @@ def require_tried(plan: EnginePlan) -> None:
     partition = [stage.num_layers for stage in plan.stages]
     said = ",".join(map(str, partition))
     _LOG.info("%s: transformers' modules are tried with %s layers per stage", plan.config.model.model, said)
-    found = asked(_PROGRAM, Path(plan.model_path), said)
+    found = asked(_PROGRAM, Path(plan.model_path), said, trusts_code=plan.model.trusts_code)
     name = plan.model.architecture.partition(":")[2]
     if found.get("error"):
         raise ModelLoadError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +98,19 @@ def _narrow_rope(rope: dict[str, Any]) -> dict[str, Any]:
     return {name: value[:num_pairs] if isinstance(value, list) else value for name, value in rope.items()}
 
 
-def save_random_model(config: Any, directory: Path, *, seed: int = 0) -> Path:
-    """Write a random float32 model of a configuration to `directory` and return it."""
+def save_random_model(config: Any, directory: Path, *, seed: int = 0, code: Path | None = None) -> Path:
+    """Write a random float32 model of a configuration to `directory` and return it; `code`: where its own code is."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=code is not None
+        )
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=_MATRIX_STD)
             elif "norm" not in name:
                 torch.nn.init.normal_(parameter, std=_VECTOR_STD)
     model.save_pretrained(directory)
+    for file in [] if code is None else code.glob("*.py"):
+        shutil.copy(file, directory)
     return directory

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from raypp.config.engine_config import EngineConfig
+from raypp.models.asked import TRUSTS_CODE
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.testing.local_engine import LocalEngine
@@ -36,15 +37,17 @@ def prompts() -> list[list[int]]:
     return [*lone, [*shared, 5], [*shared, 6, 7]]
 
 
-def first_difference(path: Path, partition: list[int]) -> str | None:
+def first_difference(path: Path, partition: list[int], *, trusts_code: bool = False) -> str | None:
     """Return where a model's stages generate another token than transformers; None: nowhere.
 
     Args:
         path: A small model, in float32.
         partition: Layers of each stage.
+        trusts_code: Whether code that comes with it may be run.
     """
     settings: dict[str, Any] = {
         "model_impl": "transformers",
+        "trust_remote_code": trusts_code,
         "num_stages": len(partition),
         "layer_partition": partition,
         "device": "cpu",
@@ -61,7 +64,8 @@ def first_difference(path: Path, partition: list[int]) -> str | None:
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     outputs = engine.generate(prompts(), params)
     auto = transformers.AutoModelForCausalLM
-    model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    trust: Any = {"trust_remote_code": trusts_code}
+    model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager", **trust).eval()
     for number, (prompt, output) in enumerate(zip(prompts(), outputs, strict=True)):
         with torch.inference_mode():
             logits = model(input_ids=torch.tensor([prompt + list(output[:-1])]), use_cache=False).logits[0]
@@ -71,22 +75,25 @@ def first_difference(path: Path, partition: list[int]) -> str | None:
     return None
 
 
-def try_cut(path: Path, partition: list[int]) -> dict[str, Any]:
+def try_cut(path: Path, partition: list[int], *, trusts_code: bool = False) -> dict[str, Any]:
     """Return what differs on one stage and on those of `partition`: `whole` and `cut`, None where nothing does."""
-    config = transformers.AutoConfig.from_pretrained(path).get_text_config(decoder=True)
+    auto = transformers.AutoConfig
+    config = auto.from_pretrained(path, trust_remote_code=trusts_code).get_text_config(decoder=True)
     with tempfile.TemporaryDirectory() as folder:
-        small = save_random_model(shrunken_config(config), Path(folder))
-        whole = first_difference(small, [sum(partition)])
-        cut = first_difference(small, partition) if len(partition) > 1 and whole is None else None
+        small = save_random_model(shrunken_config(config), Path(folder), code=path if trusts_code else None)
+        whole = first_difference(small, [sum(partition)], trusts_code=trusts_code)
+        has_cut = len(partition) > 1 and whole is None
+        cut = first_difference(small, partition, trusts_code=trusts_code) if has_cut else None
     return {"whole": whole, "cut": cut}
 
 
-def main(path: str, partition: str) -> None:
+def main(path: str, partition: str, *options: str) -> None:
     """Print the result as a line of JSON: `whole` and `cut`, or `error`: why it could not be tried."""
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     try:
-        found = try_cut(Path(path), [int(count) for count in partition.split(",")])
+        trusts_code = TRUSTS_CODE in options
+        found = try_cut(Path(path), [int(count) for count in partition.split(",")], trusts_code=trusts_code)
     except Exception as error:  # a model's own code may raise anything
         found = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(found))

@@ -39,12 +39,12 @@ MAX_STATEMENTS = {
     "raypp/api": 2_320,
     "raypp/batch_job": 860,
     "raypp/cli": 1_010,
-    "raypp/config": 560,
+    "raypp/config": 565,
     "raypp/driver": 1_010,
     "raypp/encoder": 580,
     "raypp/grammar": 1_470,
     "raypp/graphs": 420,
-    "raypp/models": 2_800,  # with transformers' modules, and the kernel set in place of their parts
+    "raypp/models": 2_850,  # with transformers' modules, and the kernel set in place of their parts
     "raypp/openai_api": 2_590,
     "raypp/ops": 4_700,  # with caches and attention by layer
     "raypp/pictures": 690,

@@ -210,7 +210,7 @@ def outcome(path: Path) -> str:
 @pytest.mark.parametrize("name", ALTERED)
 def test_altered_decoders_are_equal_or_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alter, expected = ALTERED[name]
-    monkeypatch.setattr(config_module, "asked", lambda _, path: answer(path))
+    monkeypatch.setattr(config_module, "asked", lambda _, path, **options: answer(path, **options))
     path = make_shrunken("qwen3", tmp_path)
     alter(monkeypatch)
     assert outcome(path) == expected

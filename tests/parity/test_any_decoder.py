@@ -67,7 +67,7 @@ def prompts_of() -> list[list[int]]:
 @pytest.fixture(autouse=True)
 def _asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask transformers in this process: another one takes seconds to start."""
-    monkeypatch.setattr(config_module, "asked", lambda _, path: answer(path))
+    monkeypatch.setattr(config_module, "asked", lambda _, path, **options: answer(path, **options))
 
 
 def test_the_page_names_the_types_that_are_tried() -> None:

@@ -52,7 +52,7 @@ def mapped_bytes(folder: Path) -> int:
 def test_a_stage_reads_its_own_layers(
     model_type: str, num_files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config_module, "asked", lambda _, path: answer(path))
+    monkeypatch.setattr(config_module, "asked", lambda _, path, **options: answer(path, **options))
     path = make_shrunken(model_type, tmp_path / "one", **TYPES[model_type])
     if num_files == "many":
         model = transformers.AutoModelForCausalLM.from_pretrained(path)

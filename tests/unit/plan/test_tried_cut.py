@@ -34,7 +34,7 @@ def plan() -> EnginePlan:
 def test_other_tokens_are_refused(
     monkeypatch: pytest.MonkeyPatch, plan: EnginePlan, found: dict[str, Any], words: list[str]
 ) -> None:
-    monkeypatch.setattr(tried_cut, "asked", lambda *_: found)
+    monkeypatch.setattr(tried_cut, "asked", lambda *_, **__: found)
     with pytest.raises(ModelLoadError) as raised:
         require_tried(plan)
     assert all(word in str(raised.value) for word in words)
@@ -42,7 +42,7 @@ def test_other_tokens_are_refused(
 
 def test_what_gives_the_same_tokens_starts(monkeypatch: pytest.MonkeyPatch, plan: EnginePlan) -> None:
     asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(tried_cut, "asked", lambda *of: asked.append(of) or {"whole": None, "cut": None})
+    monkeypatch.setattr(tried_cut, "asked", lambda *of, **_: asked.append(of) or {"whole": None, "cut": None})
     require_tried(plan)
     require_tried(replace(plan, model=replace(plan.model, measured=None)))  # raypp's own layers
     assert [of[2] for of in asked] == ["4,2"]
