@@ -137,7 +137,7 @@ def test_a_wrong_value_is_told_with_its_source(
         (["serve", "-tp", "2"], "unknown option -tp; use --num-stages (it splits by layers; raypp has no"),
         (["info", "--pipeline-parallel-size=2"], "unknown option --pipeline-parallel-size; use --num-stages\n"),
         (["batch", "--enforce-eager"], "use --graphs (with none, there are no CUDA graphs)"),
-        (["info", "--trust-remote-code"], "leave it out: code in a checkpoint is never run"),
+        (["info", "--tokenizer-mode", "slow"], "leave it out: the tokenizer is the model's own"),
         (["info", "--port", "1"], "it is an option of raypp serve, not of raypp info"),
         (["doctor", "--tensor-parallel-size", "2"], "raypp doctor --help lists those that there are"),
         (["serve", "--enable-lora"], "unknown option --enable-lora; merge adapters into the weights: raypp has none"),

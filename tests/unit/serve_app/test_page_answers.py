@@ -332,7 +332,9 @@ def test_answers_and_code_are_copied(page: Any) -> None:
 SHAPES = Path(__file__).parents[3] / "docs/images/shapes.png"
 
 
-def test_images_are_attached_by_button_paste_and_drop_and_sent_in_the_message(page: Any) -> None:
+def test_images_are_attached_by_button_paste_and_drop_and_sent_in_the_message(
+    page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = f"data:image/png;base64,{base64.b64encode(SHAPES.read_bytes()).decode()}"
     page.set_input_files("#images", SHAPES)
     expect(page.locator("#attachments img")).to_have_count(1)
@@ -360,12 +362,15 @@ def test_images_are_attached_by_button_paste_and_drop_and_sent_in_the_message(pa
         True,
         True,
     ]
-    page.evaluate("import('./page/images.js').then(({ setTakesImages }) => setTakesImages(false))")
+    monkeypatch.setitem(MODEL, "takes_images", False)  # the page asks again and again, while /live has nothing
+    page.evaluate("import('./page/model.js').then(({ showModel }) => showModel())")
     expect(page.locator("#attach")).to_be_hidden()
     page.evaluate(give, ["paste", "#prompt", "clipboardData", url])
     expect(page.locator("#attach-note")).to_have_text("This model takes no images.")
     expect(page.locator("#attachments")).to_be_hidden()
-    page.evaluate("import('./page/images.js').then(({ setTakesImages }) => setTakesImages(true))")
+    monkeypatch.undo()
+    page.evaluate("import('./page/model.js').then(({ showModel }) => showModel())")
+    expect(page.locator("#attach")).to_be_visible()
 
 
 WIDE = "# A heading\n\n| a | b | c |\n|-|-|-|\n| unbreakable_word_in_a_cell | yyyyyyyyyyyyyyy | zzzzzzzzzzzz |\n"
