@@ -218,8 +218,7 @@ def attempt(name: str, call: Callable[[], Any]) -> Any:
 def layers_of(shape: ExpertShape) -> list[CudaExperts]:
     """Return as many layers as are timed in one graph."""
     layer = random_experts(shape, 1)[0]
-    layer_bytes = layer._gate_up.num_bytes + layer._down.num_bytes
-    num_others = max(1, min(MOST_LAYERS, math.floor(LAYER_BYTES / layer_bytes)) - 1)
+    num_others = max(1, min(MOST_LAYERS, math.floor(LAYER_BYTES / layer.products.num_bytes)) - 1)
     return [layer, *random_experts(shape, num_others, 1)]
 
 

@@ -344,7 +344,8 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     if settings.skip_tokenizer_init:
         return None
     path = resolve_model_path(settings.model, settings.revision)
-    load_model_config(path)  # what is no model at all says so
+    # What is no model at all says so.
+    load_model_config(path, impl=settings.model_impl, trusts_code=settings.trust_remote_code)
     return Tokenizer(path, chat_template=template)
 
 

@@ -78,7 +78,9 @@ def _check_prompts(config: EngineConfig, prompts: Sequence[str], images: Sequenc
         RequestError: images for a model that takes none, a file that is no image, a prompt without tokens.
     """
     if images:
-        if load_model_config(resolve_model_path(config.model.model, config.model.revision)).vision is None:
+        settings = config.model
+        path, trusts_code = resolve_model_path(settings.model, settings.revision), settings.trust_remote_code
+        if load_model_config(path, impl=settings.model_impl, trusts_code=trusts_code).vision is None:
             raise RequestError(
                 "this model takes no images",
                 got=f"--image {images[0]}",

@@ -511,10 +511,13 @@ def _are_plain(module: nn.Module, num_experts: int) -> bool:
     return torch.allclose(found, expected, 1e-3, 1e-3 * float(expected.abs().max()))
 
 
+_WATCHED: set[Callable[..., Any]] = set()
+
+
 def _watch_rotation(source: Any) -> None:
     """Have a module's function that rotates queries and keys leave that to the attention that asks for it."""
     rotate = getattr(source, _ROTATION, None)
-    if rotate is None or hasattr(rotate, "raypp_original"):
+    if rotate is None or rotate in _WATCHED:
         return
 
     @wraps(rotate)
@@ -530,7 +533,7 @@ def _watch_rotation(source: Any) -> None:
             seen.rotated = (q, k, *rotated)
         return rotated
 
-    watched.raypp_original = rotate  # type: ignore[attr-defined]
+    _WATCHED.add(watched)
     setattr(source, _ROTATION, watched)
 
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 from shrunken_models import make_shrunken
 
+from raypp.api.launch import load_tokenizer
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ModelLoadError
 from raypp.models import config as config_module
 from raypp.models.config import load_model_config
+from raypp.models.registry import resolve_model_path
 from raypp.models.transformers_probe import answer
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine
 from raypp.testing.try_decoder import first_difference, try_cut
 
+EMBEDDED = resolve_model_path("tiny")
 CODE = """
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -64,6 +68,9 @@ def test_code_is_refused_by_name(path: Path) -> None:
 def test_code_is_run_where_that_is_asked_for(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert first_difference(path, [2, 2], trusts_code=True) is None
     assert try_cut(path, [2, 2], trusts_code=True) == {"whole": None, "cut": None}
+    for file in EMBEDDED.glob("tokenizer*"):
+        shutil.copy(file, path)
+    assert load_tokenizer(EngineConfig.from_flat(str(path), trust_remote_code=True)) is not None
     settings = {"device": "cpu", "num_kv_blocks": 20, "max_model_len": 64, "skip_tokenizer_init": True}
     caplog.clear()
     with caplog.at_level(logging.WARNING):

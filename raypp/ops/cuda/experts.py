@@ -162,7 +162,7 @@ def _stage_bytes(tile_rows: int, kind: WeightKind, tuning: Tuning, is_gated: boo
 _LOG = logging.getLogger(__name__)
 
 
-class _Products:
+class ExpertProducts:
     """The products of a layer's experts, and how they are cut.
 
     Args:
@@ -177,6 +177,11 @@ class _Products:
         self._kinds = (self._gate_up.kind, self._down.kind)
         self._device = device
         self._cuts: dict[tuple[int, int], ExpertCut] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights."""
+        return self._gate_up.num_bytes + self._down.num_bytes
 
     def cut(self, num_tokens: int, num_chosen: int) -> ExpertCut:
         """Return how so many tokens with so many experts each are cut."""
@@ -233,7 +238,7 @@ class CudaExperts:
     ) -> None:
         self._norm = (norm_weight, eps)
         self._router = (router.float() * norm_weight.float()).to(router.dtype)
-        self._products = _Products(gate_up, down, router.dtype, device)
+        self.products = ExpertProducts(gate_up, down, router.dtype, device)
         self._routing = routing
         self._device = device
         self._workspace = workspace
@@ -244,21 +249,21 @@ class CudaExperts:
 
     def cut(self, num_tokens: int) -> ExpertCut:
         """Return how so many tokens are cut."""
-        return self._products.cut(num_tokens, self._routing.num_chosen)
+        return self.products.cut(num_tokens, self._routing.num_chosen)
 
     def run(self, hidden: torch.Tensor, cut: ExpertCut) -> torch.Tensor:
         """Do it with a cut of the caller's choice."""
         if not len(hidden):
             return hidden
         routed = route(hidden, self._router, self._norm[1], self._routing, self._device, self._workspace)
-        return self._products.run(hidden, self._norm, routed, hidden, cut)
+        return self.products.run(hidden, self._norm, routed, hidden, cut)
 
 
 class CudaChosenExperts:
     """See `raypp.ops.backend.ChosenExperts`; the arguments of `CudaExperts`."""
 
     def __init__(self, gate_up: Weight, down: Weight, dtype: torch.dtype, device: Device) -> None:
-        self._products = _Products(gate_up, down, dtype, device)
+        self._products = ExpertProducts(gate_up, down, dtype, device)
 
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         y = torch.zeros_like(x)
