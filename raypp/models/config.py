@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -247,6 +248,11 @@ def _architecture(fields: ConfigFields, impl: ModelImpl) -> str:
     )
 
 
+@cache
+def _log_code(path: Path) -> None:
+    _LOG.warning("%s: code that comes with the model is run, for trust_remote_code is set", path)
+
+
 def _transformers_config(
     path: Path, whole: ConfigFields, architecture: str, *, trusts_code: bool, has_options: bool
 ) -> ModelConfig:
@@ -256,6 +262,8 @@ def _transformers_config(
         ModelLoadError: transformers does not have it, it needs what raypp cannot give, or it is quantized.
     """
     name = architecture.partition(":")[2]
+    if trusts_code and whole.get("auto_map"):
+        _log_code(path)
     found = asked(PROBE, path, trusts_code=trusts_code)
     if (error := found.get("error")) is not None:
         raise ModelLoadError(

@@ -182,8 +182,6 @@ class TransformersModel:
         self._device, self._dtype = device, dtype
         self._own = range(start_layer, end_layer)
         self._is_first, self._is_last = start_layer == 0, end_layer == config.num_layers
-        if config.trusts_code:
-            _LOG.warning("%s: its code is run (trust_remote_code)", path)
         self._model = model = empty_model(path, dtype, trusts_code=config.trusts_code)
         self._decoder = model.get_decoder()
         self._step = Step()
