@@ -259,7 +259,7 @@ def _transformers_config(
     """Return what a model of transformers' modules needs, as these say it.
 
     Raises:
-        ModelLoadError: transformers does not have it, it needs what raypp cannot give, or it is quantized.
+        ModelLoadError: transformers does not have it, or it needs what raypp cannot give.
     """
     name = architecture.partition(":")[2]
     if trusts_code and whole.get("auto_map"):
@@ -275,8 +275,6 @@ def _transformers_config(
     if name != found["class"] and not name.endswith(_WITH_TOWER):
         raise whole.error("architectures", name, f"{found['class']}, which transformers has for this model_type")
     text = ConfigFields(whole.file, {**whole.values, **(whole.get("text_config") or {})})
-    if text.get("quantization_config"):
-        raise text.error("quantization_config", "an object", "none: transformers' modules compute in 16 or 32 bits")
     if has_options:
         raise text.error("rope_scaling", "an option", "none: transformers' modules rotate as config.json says")
     return ModelConfig(
@@ -293,6 +291,7 @@ def _transformers_config(
         tie_word_embeddings=found["tie_word_embeddings"],
         max_position_embeddings=found["max_position_embeddings"] or _USUAL_POSITIONS,
         dtype=read_dtype(text),
+        quantization=read_quantization(text),
         eos_token_ids=_eos_token_ids(path, ConfigFields(text.file, {**text.values, "vocab_size": found["vocab_size"]})),
         measured=tuple(MeasuredLayer(**layer) for layer in found["layers"]),
         trusts_code=trusts_code,

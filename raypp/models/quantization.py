@@ -2,29 +2,41 @@
 
 Which tensors a format stores, and how they become a `raypp.ops.weight.Weight`, is in `raypp.models.weight_formats`.
 
-Sources: the published checkpoints' config.json; the documentation of transformers' `FineGrainedFP8Config`, `AwqConfig`
-and `GPTQConfig`, and of compressed-tensors' `QuantizationScheme`.
+Sources: the published checkpoints' config.json; the documentation of transformers' `FineGrainedFP8Config`,
+`AwqConfig`, `GPTQConfig`, `Mxfp4Config` and `AutoRoundConfig`, of compressed-tensors' `QuantizationScheme`, and of
+ModelOpt's export.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from raypp.models.config_fields import ConfigFields
 
-WeightFormat = Literal["fp8", "awq", "gptq", "compressed_int4", "online_fp8"]
+WeightFormat = Literal["fp8", "int8", "awq", "gptq", "compressed_int4", "mxfp4", "nvfp4", "online_fp8"]
 """Tensors by which a checkpoint stores a weight; `online_fp8` is 16 bits that become FP8 when they are read."""
 
 LM_HEAD_MODULE = "lm_head"
 _FIELD = "quantization_config"
 _PATTERN = "re:"
-_SCALE_BYTES = {4: 2, 8: 4}  # by the bits of an element
-_COMPRESSED_FORMATS = {"float": ("float-quantized", "naive-quantized"), "int": ("pack-quantized",)}
+_FOUR_BITS = ("awq", "gptq", "compressed_int4", "mxfp4", "nvfp4")
+_SCALE_BYTES = {"mxfp4": 1, "nvfp4": 1, "awq": 2, "gptq": 2, "compressed_int4": 2}
+_USUAL_SCALE_BYTES = 4
+FP4_FORMATS: dict[WeightFormat, int] = {"nvfp4": 16, "mxfp4": 32}
+"""Inputs that share a scale, by the form of floats of 4 bits."""
+_COMPRESSED_FORMATS = {
+    ("float", 8): ("float-quantized", "naive-quantized"),
+    ("float", 4): ("nvfp4-pack-quantized", "mxfp4-pack-quantized"),
+    ("int", 4): ("pack-quantized",),
+    ("int", 8): ("int-quantized", "naive-quantized", "pack-quantized"),
+}
+"""By the type and the bits of an element."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +53,14 @@ class Quantization:
     @property
     def bits(self) -> int:
         """Of an element."""
-        return 4 if self.format in ("awq", "gptq", "compressed_int4") else 8
+        return 4 if self.format in _FOUR_BITS else 8
 
     def weight_bytes(self, num_outputs: int, num_inputs: int) -> int:
         """Return the bytes of one weight: elements, scales, zeros, order."""
         rows, columns = self.block
         num_blocks = math.ceil(num_outputs / rows) * (math.ceil(num_inputs / columns) if columns else 1)
-        total = num_outputs * num_inputs * self.bits // 8 + num_blocks * (_SCALE_BYTES[self.bits] + self.has_zeros)
+        scale_bytes = _SCALE_BYTES.get(self.format, _USUAL_SCALE_BYTES)
+        total = num_outputs * num_inputs * self.bits // 8 + num_blocks * (scale_bytes + self.has_zeros)
         return total + 8 * num_inputs * self.has_order
 
     def covers(self, module: str) -> bool:
@@ -249,12 +262,14 @@ def _read_group(section: _Section, group: _Section, skipped: tuple[str, ...]) ->
         raise group.error("targets", _said(group.get("targets")), "['Linear']: all linear layers but those in `ignore`")
     weights = group.below("weights")
     kind = weights.require("type", ("float", "int"), where_unsaid="int")
-    weights.require("num_bits", (8,) if kind == "float" else (4,))
+    bits = weights.require("num_bits", (4, 8))
     weights.require("dynamic", (False,), where_unsaid=False)
-    form = group if group.get("format") is not None else section
-    form.require("format", _COMPRESSED_FORMATS[kind])
-    is_symmetric = weights.require("symmetric", (True,) if kind == "float" else (True, False), where_unsaid=True)
-    strategies = ("tensor", "channel", "group", "block") if kind == "float" else ("channel", "group")
+    form = (group if group.get("format") is not None else section).require("format", _COMPRESSED_FORMATS[kind, bits])
+    if kind == "float" and bits == 4:
+        return _fp4(weights, form.removesuffix("-pack-quantized"), skipped)
+    may_have_zeros = (kind, bits) == ("int", 4)
+    has_zeros = not weights.require("symmetric", (True, False) if may_have_zeros else (True,), where_unsaid=True)
+    strategies = ("channel", "group") if kind == "int" else ("tensor", "channel", "group", "block")
     default = "tensor" if weights.get("group_size") is None else "group"
     strategy = weights.require("strategy", strategies, where_unsaid=default)
     block = (1, 0)
@@ -265,14 +280,57 @@ def _read_group(section: _Section, group: _Section, skipped: tuple[str, ...]) ->
     order = weights.get("actorder")
     if order not in (None, False, True, "group", "weight", "dynamic", "static"):
         raise weights.error("actorder", _said(order), "'group' or 'weight', or nothing")
+    formats: dict[tuple[str, int], WeightFormat] = {("int", 4): "compressed_int4", ("int", 8): "int8"}
     return Quantization(
-        format="fp8" if kind == "float" else "compressed_int4",
+        format=formats.get((kind, bits), "fp8"),
         block=block,
-        has_zeros=not is_symmetric,
-        has_order=kind == "int" and order in (True, "group", "dynamic") and block[1] > 0,
+        has_zeros=has_zeros,
+        has_order=may_have_zeros and order in (True, "group", "dynamic") and block[1] > 0,
         skipped=skipped,
     )
 
 
-_READERS = {"fp8": _read_fp8, "compressed-tensors": _read_compressed, "awq": _read_awq, "gptq": _read_gptq}
+def _fp4(weights: _Section, form: WeightFormat, skipped: tuple[str, ...]) -> Quantization:
+    group_size = weights.require("group_size", (FP4_FORMATS[form],), where_unsaid=FP4_FORMATS[form])
+    return Quantization(format=form, block=(1, group_size), skipped=skipped)
+
+
+def _read_mxfp4(section: _Section, _: ConfigFields) -> Quantization:
+    return _fp4(section, "mxfp4", section.names("modules_to_not_convert"))
+
+
+def _read_modelopt(section: _Section, _: ConfigFields) -> Quantization:
+    algorithm = section.require("quant_algo", ("nvfp4", "fp8"))
+    listed = section.names("ignore" if section.get("ignore") is not None else "exclude_modules")
+    skipped = tuple(_PATTERN + fnmatch.translate(name) if "*" in name else name for name in listed)
+    return (
+        _fp4(section, "nvfp4", skipped)
+        if algorithm == "nvfp4"
+        else Quantization(format="fp8", block=(1, 0), skipped=skipped)
+    )
+
+
+def _read_auto_round(section: _Section, fields: ConfigFields) -> Quantization:
+    section.require("data_type", ("int",), where_unsaid="int")
+    packing = section.require("packing_format", tuple(_AUTO_ROUND_PACKINGS))
+    skipped = []
+    for module, of_module in (section.get("extra_config") or {}).items():
+        if not isinstance(of_module, dict) or of_module.get("bits") not in (16, 32):
+            raise section.error("extra_config", f"{module}: {of_module}", "modules of 16 bits: all others are alike")
+        skipped.append(module)
+    read = _AUTO_ROUND_PACKINGS[packing](section, fields)
+    return replace(read, skipped=(*read.skipped, *skipped))
+
+
+_Reader = Callable[[_Section, ConfigFields], Quantization | None]
+_AUTO_ROUND_PACKINGS = {"auto_round:auto_gptq": _read_gptq, "auto_round:auto_awq": _read_awq}
+_READERS: dict[str, _Reader] = {
+    "fp8": _read_fp8,
+    "compressed-tensors": _read_compressed,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "auto-round": _read_auto_round,
+    "mxfp4": _read_mxfp4,
+    "modelopt": _read_modelopt,
+}
 """By `quant_method`."""

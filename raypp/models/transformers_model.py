@@ -42,6 +42,7 @@ from raypp.models.transformers_layers import (
     num_bytes,
     use_kernels,
 )
+from raypp.models.weight_formats import dense_tensors
 from raypp.models.weights import CheckpointWeights, WeightSource
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.backend import KernelSet, LMHead
@@ -232,7 +233,7 @@ class TransformersModel:
             load = LoadStateDictConfig(
                 weight_mapping=get_model_conversion_mapping(model), dtype=model.dtype, device_map=device_map
             )
-            slices = {_name_of_text(name): tensor for name, tensor in source.slices().items()}
+            slices = {_name_of_text(name): tensor for name, tensor in self._slices(source).items()}
             info, _ = convert_and_load_state_dict_in_model(model, slices, load)
             parameters = {name for name, _ in model.named_parameters()} - self._tied
             if missing := sorted(info.missing_keys & parameters):
@@ -275,6 +276,14 @@ class TransformersModel:
                 type(model).__name__,
                 self._waits,
             )
+
+    def _slices(self, source: CheckpointWeights) -> dict[str, Any]:
+        """Return a checkpoint's tensors; what is quantized becomes 16 bits when it is read."""
+        slices, quantization = source.slices(), self._config.quantization
+        if quantization is None:
+            return slices
+        dense, used = dense_tensors(slices.keys(), source, quantization, self._dtype, self._device)
+        return {name: tensor for name, tensor in slices.items() if name not in used} | dense
 
     def _run_once(self) -> torch.Tensor:
         hidden = torch.ones(NUM_TRIED_TOKENS, self.hidden_size, dtype=self._dtype, device=self._device)

@@ -4,30 +4,37 @@
     awq              qweight [K, N / 8], qzeros [C, N / 8] int32, outputs interleaved; scales [C, N]
     gptq             qweight [K / 8, N], qzeros [C, N / 8] int32; scales [C, N]; g_idx [K]
     compressed_int4  weight_packed [N, K / 8], weight_zero_point [N / 8, C] int32; weight_scale [N, C]; weight_g_idx [K]
+    int8             weight [N, K] int8, or weight_packed [N, K / 4] int32, 128 more; weight_scale [N, C] or [N]
+    mxfp4            weight_packed [N, K / 2] uint8; weight_scale [N, K / 32] uint8, powers of two
+    nvfp4            weight_packed [N, K / 2] uint8, weight_scale [N, K / 16] float8_e4m3fn, divided by
+                     weight_global_scale; or weight, weight_scale, multiplied by weight_scale_2
     online_fp8       weight [N, K] in 16 or 32 bits
 
 N outputs, K inputs in C groups. An int32 holds eight numbers of 4 bits, the first one lowest; N / 8 and K / 8 are
-rounded up.
+rounded up. In MXFP4, gpt-oss has weights of all experts as one: `_blocks` [E, N, K / 32, 16], `_scales` [E, N, K / 32].
 
-Sources: the published checkpoints' tensors; for the order of bits the code of AutoAWQ, AutoGPTQ, compressed-tensors.
+Sources: the published checkpoints' tensors; for the order of bits the code of AutoAWQ, AutoGPTQ, compressed-tensors;
+for FP4 the OCP Microscaling Formats (MX) Specification 1.0 and ModelOpt's export.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from raypp.errors import ModelLoadError
 from raypp.models.quantization import Quantization, WeightFormat
-from raypp.ops.weight import Weight, quantize_rows
+from raypp.ops.weight import FP4, Weight, quantize_rows
 
 _NUMBERS = 8  # of an int32
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in an int32 AWQ keeps output 0, 1, ... of its eight."""
 _SYMMETRIC_ZERO = 8
+_SIGN = 128  # of a byte: with it, x + 128 becomes x
 _UNSORTED = -1
 """The group of every input where compressed-tensors was told to sort and did not."""
 
@@ -121,6 +128,39 @@ def _read_fp8(stored: StoredWeight) -> Weight:
     return Weight(data, scale, block=stored.block)
 
 
+def _read_int8(stored: StoredWeight) -> Weight:
+    num_outputs, groups = stored.num_outputs, stored.num_groups
+    if stored.shape_of("weight_packed") is not None:
+        packed = stored.get("weight_packed", (num_outputs, math.ceil(stored.num_inputs / 4)), torch.int32)
+        in_bytes = packed.contiguous().view(torch.uint8)[:, : stored.num_inputs]
+        data = (in_bytes ^ _SIGN).view(torch.int8).contiguous()
+    else:
+        data = stored.get("weight", (num_outputs, stored.num_inputs), torch.int8)
+    shape = (num_outputs,) if stored.shape_of("weight_scale") == (num_outputs,) else (num_outputs, groups)
+    return Weight(data, stored.get("weight_scale", shape, torch.float32).view(num_outputs, groups), block=stored.block)
+
+
+def _read_mxfp4(stored: StoredWeight) -> Weight:
+    exponents = stored.get("weight_scale", (stored.num_outputs, stored.num_groups), torch.uint8)
+    return Weight(
+        _packed_fp4(stored, "weight_packed"), exponents.view(torch.float8_e8m0fnu).float(), block=stored.block
+    )
+
+
+def _read_nvfp4(stored: StoredWeight) -> Weight:
+    name = "weight_packed" if stored.shape_of("weight_packed") is not None else "weight"
+    scale = stored.get("weight_scale", (stored.num_outputs, stored.num_groups), torch.float8_e4m3fn).float()
+    if name == "weight":
+        scale *= stored.get("weight_scale_2", stored.shape_of("weight_scale_2") or (), torch.float32)
+    else:
+        scale /= stored.get("weight_global_scale", stored.shape_of("weight_global_scale") or (1,), torch.float32)
+    return Weight(_packed_fp4(stored, name), scale, block=stored.block)
+
+
+def _packed_fp4(stored: StoredWeight, name: str) -> torch.Tensor:
+    return stored.get(name, (stored.num_outputs, stored.num_inputs // 2), torch.uint8).view(FP4)
+
+
 def _read_online_fp8(stored: StoredWeight) -> Weight:
     data, scale = quantize_rows(stored.get("weight", (stored.num_outputs, stored.num_inputs), stored.dtype))
     return Weight(data, scale.unsqueeze(1), block=stored.block)
@@ -179,12 +219,102 @@ def _read_compressed_int4(stored: StoredWeight) -> Weight:
     return Weight(_in_pairs(numbers), scale, zero, stored.block, order)
 
 
+class DenseTensor:
+    """A tensor of weights that a checkpoint stores quantized, as transformers' loader indexes a file's: all at once.
+
+    Args:
+        read: Returns the values.
+    """
+
+    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
+        self._read = read
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        return self._read()
+
+    def get_dtype(self) -> str:
+        """Return the type, as safetensors calls it."""
+        return "BF16"
+
+
+def dense_tensors(
+    names: Collection[str], tensors: StoredTensors, quantization: Quantization, dtype: torch.dtype, device: torch.device
+) -> tuple[dict[str, DenseTensor], set[str]]:
+    """Return a model's quantized weights by the names that they have in 16 bits, and the tensors that they are made of.
+
+    What is quantized is what has such tensors, whatever config.json skips.
+
+    Args:
+        names: Of all tensors.
+        tensors: Where they are.
+        quantization: How they are stored.
+        dtype: What they become.
+        device: Where that is computed.
+    """
+    dense: dict[str, DenseTensor] = {}
+    used: set[str] = set()
+    for name in names:
+        module, _, last = name.rpartition(".")
+        if quantization.format == "mxfp4" and last.endswith("_blocks"):
+            whole = name.removesuffix("_blocks")
+            dense[whole] = DenseTensor(partial(_dense_experts, tensors, whole, dtype, device))
+            used |= {name, f"{whole}_scales"}
+        elif last in _DATA and any(f"{module}.{scale}" in names for scale in _SCALES):
+            dense[f"{module}.weight"] = DenseTensor(partial(_dense, tensors, module, quantization, dtype, device))
+            used |= {each for end in _PARTS if (each := f"{module}.{end}") in names}
+    return dense, used
+
+
+_DATA = ("weight", "weight_packed", "qweight")
+_SCALES = ("scales", "weight_scale", "weight_scale_inv")
+_OTHERS = ("qzeros", "g_idx", "weight_shape", "weight_g_idx", "weight_zero_point", "weight_scale_2")
+_PARTS = (*_DATA, *_SCALES, *_OTHERS, "weight_global_scale", "input_scale", "input_global_scale")
+
+
+def _dense(
+    tensors: StoredTensors, module: str, quantization: Quantization, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    shape = _shape(tensors, module, quantization)
+    return StoredWeight(tensors, module, quantization, shape, dtype, device).read().dequantized(dtype)
+
+
+def _shape(tensors: StoredTensors, module: str, quantization: Quantization) -> tuple[int, int]:
+    """Return N and K of a linear layer, by its tensors."""
+    name = next(each for each in _DATA if tensors.shape_of(f"{module}.{each}") is not None)
+    rows, columns = tensors.shape_of(f"{module}.{name}") or (0, 0)
+    if quantization.format == "awq":
+        return (tensors.shape_of(f"{module}.scales") or (0,))[-1], rows
+    if quantization.format == "gptq":
+        return columns, (tensors.shape_of(f"{module}.g_idx") or (rows * _NUMBERS,))[0]
+    if tensors.shape_of(f"{module}.weight_shape") is not None:
+        rows, columns = tensors.get(f"{module}.weight_shape", (2,), torch.int64).tolist()
+        return rows, columns
+    dtype = tensors.type_of(f"{module}.{name}")
+    in_one = 8 * dtype.itemsize // quantization.bits if dtype in (torch.uint8, torch.int32) else 1
+    return rows, columns * in_one
+
+
+def _dense_experts(tensors: StoredTensors, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the weights of all experts, [E, K, N]: as gpt-oss has them in 16 bits, inputs before outputs."""
+    shape = tensors.shape_of(f"{name}_blocks") or ()
+    blocks = tensors.get(f"{name}_blocks", shape, torch.uint8).to(device).flatten(-2)
+    exponents = tensors.get(f"{name}_scales", shape[:-1], torch.uint8).to(device)
+    whole = torch.empty(shape[0], 2 * blocks.shape[-1], shape[1], dtype=dtype, device=device)
+    for into, data, of_data in zip(whole, blocks, exponents, strict=True):
+        weight = Weight(data.view(FP4), of_data.view(torch.float8_e8m0fnu).float(), block=(1, 2 * shape[-1]))
+        into.copy_(weight.dequantized(dtype).t())
+    return whole
+
+
 _READERS: dict[WeightFormat, Callable[[StoredWeight], Weight]] = {
     "fp8": _read_fp8,
     "online_fp8": _read_online_fp8,
     "awq": _read_awq,
     "gptq": _read_gptq,
     "compressed_int4": _read_compressed_int4,
+    "int8": _read_int8,
+    "mxfp4": _read_mxfp4,
+    "nvfp4": _read_nvfp4,
 }
 
 

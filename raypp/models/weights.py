@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 
 from raypp.errors import ModelLoadError, page
 from raypp.models.checkpoint_names import file_of_tensor, lacks_file
-from raypp.models.quantization import Quantization
+from raypp.models.quantization import FP4_FORMATS, Quantization
 from raypp.models.weight_formats import StoredTensors, StoredWeight
-from raypp.ops.weight import Weight, has_form_of, stacked_weights
+from raypp.ops.weight import FP4, Weight, has_form_of, stacked_weights
 
 _LOG = logging.getLogger(__name__)
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -41,7 +41,8 @@ _TYPE_NAMES = {
 }
 """As safetensors names types."""
 _TYPES = {name: dtype for dtype, name in _TYPE_NAMES.items()}
-
+_FP4_DEVIATION = math.sqrt(8.5625)  # of all sixteen codes
+_INT8_DEVIATION = 24.0
 
 Index = tuple[int | slice, ...]
 
@@ -251,19 +252,24 @@ class DummyWeights:
         blocks = (*outer, math.ceil(num_outputs / rows), math.ceil(num_inputs / columns))
         generator = self._generator(name)
         zero = order = None
+        dtype = torch.float32
         if quantization.bits == 4:
+            is_float = quantization.format in FP4_FORMATS
             count = min(math.prod(shape) // 2, self._PERIOD)
-            numbers = torch.randint(1, 16, (count, 2), generator=generator, dtype=torch.uint8)  # 8 is their mean
+            lowest = 0 if is_float else 1  # so that the mean is 8, or 0
+            numbers = torch.randint(lowest, 16, (count, 2), generator=generator, dtype=torch.uint8)
             data = self._repeated(numbers[:, 0] | numbers[:, 1] << 4, (*outer, num_outputs, num_inputs // 2))
-            deviation = math.sqrt((15**2 - 1) / 12)
+            deviation = _FP4_DEVIATION if is_float else math.sqrt((15**2 - 1) / 12)
+            data, dtype = (data.view(FP4), torch.float32) if is_float else (data, torch.float16)
             zero = torch.full(blocks, 8, dtype=torch.uint8, device=self._device) if quantization.has_zeros else None
             if quantization.has_order:
                 order = torch.randperm(num_inputs, generator=self._generator(f"order/{num_inputs}")).to(self._device)
                 order = order.expand(*outer, num_inputs).contiguous()
         else:
-            noise = torch.randn(min(math.prod(shape), self._PERIOD), generator=generator).to(torch.float8_e4m3fn)
-            data, deviation = self._repeated(noise, shape), 1.0
-        dtype = torch.float16 if quantization.bits == 4 else torch.float32  # as checkpoints mostly have them
+            noise = torch.randn(min(math.prod(shape), self._PERIOD), generator=generator)
+            is_int = quantization.format == "int8"
+            noise = (noise * _INT8_DEVIATION).to(torch.int8) if is_int else noise.to(torch.float8_e4m3fn)
+            data, deviation = self._repeated(noise, shape), _INT8_DEVIATION if is_int else 1.0
         scale = torch.full(blocks, self._STANDARD_DEVIATION / deviation, dtype=dtype, device=self._device)
         return Weight(data, scale, zero, (rows, columns), order)
 

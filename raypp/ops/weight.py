@@ -1,8 +1,10 @@
-"""A weight matrix in the form in which a checkpoint stores it: floats, 8-bit floats with scales, 4-bit integers.
+"""A weight matrix in the form in which a checkpoint stores it: floats, or numbers of 8 or 4 bits with scales.
 
     plain   data [N, K] in 16 or 32 bits
-    fp8     data [N, K] float8_e4m3fn       value = data * scale
-    int4    data [N, K / 2] uint8           value = (data - zero) * scale; input 2i is the low half of byte i
+    fp8     data [N, K] float8_e4m3fn           value = data * scale
+    int8    data [N, K] int8                    value = data * scale
+    int4    data [N, K / 2] uint8               value = (data - zero) * scale; input 2i is the low half of byte i
+    fp4     data [N, K / 2] float4_e2m1fn_x2    value = data * scale; input 2i is the low half of byte i
 
 A block of outputs and inputs shares a scale: 128 x 128, or one output and a group of inputs, or one output and all of
 them. The weights of E experts have one more dimension in front. Each kernel set makes products of these forms, see
@@ -18,17 +20,27 @@ from typing import Literal
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-WeightKind = Literal["plain", "fp8", "int4"]
+WeightKind = Literal["plain", "fp8", "int8", "int4", "fp4"]
+FP4 = torch.float4_e2m1fn_x2
+"""Two numbers of 4 bits in a byte: sign, two bits of exponent, one of fraction."""
 
+_KINDS: dict[torch.dtype, WeightKind] = {
+    torch.float8_e4m3fn: "fp8",
+    torch.int8: "int8",
+    torch.uint8: "int4",
+    FP4: "fp4",
+}
 _MIDDLE = 8
 """The zero of 4-bit integers that have none of their own."""
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of the codes without a sign."""
 
 
 @dataclass(frozen=True, eq=False)
 class Weight:
     """A matrix of N outputs and K inputs, or E of them. R = ceil(N / rows) and C = ceil(K / columns) blocks."""
 
-    data: torch.Tensor  # [..., N, K], or [..., N, K / 2] for int4
+    data: torch.Tensor  # [..., N, K], or [..., N, K / 2] for 4 bits
     scale: torch.Tensor | None = None  # [..., R, C] floats; None: plain
     zero: torch.Tensor | None = None  # [..., R, C] uint8, of int4; None: 8
     block: tuple[int, int] = (1, 1)  # rows (outputs) and columns (inputs) that share a scale and a zero
@@ -37,9 +49,7 @@ class Weight:
     @property
     def kind(self) -> WeightKind:
         """The form of `data`."""
-        if self.data.dtype == torch.uint8:
-            return "int4"
-        return "fp8" if self.data.dtype == torch.float8_e4m3fn else "plain"
+        return _KINDS.get(self.data.dtype, "plain")
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -55,7 +65,7 @@ class Weight:
     @property
     def num_inputs(self) -> int:
         """K."""
-        return self.data.shape[-1] * (2 if self.data.dtype == torch.uint8 else 1)
+        return self.data.shape[-1] * (2 if self.kind in ("int4", "fp4") else 1)
 
     @property
     def num_bytes(self) -> int:
@@ -67,10 +77,12 @@ class Weight:
         """Return the matrix, [..., N, K], in `dtype`; plain data of that type are returned as they are."""
         if self.scale is None:
             return self.data.to(dtype)
-        values = self.data
-        if self.kind == "int4":
-            values = torch.stack((values & 15, values >> 4), -1).flatten(-2)
-        values = values.float()
+        if self.kind in ("int4", "fp4"):
+            in_bytes = self.data.view(torch.uint8)
+            codes = torch.stack((in_bytes & 15, in_bytes >> 4), -1).flatten(-2)
+            values = codes.float() if self.kind == "int4" else _fp4_values(codes)
+        else:
+            values = self.data.float()
         if self.kind == "int4":
             values -= _MIDDLE if self.zero is None else self._spread(self.zero.float())
         matrix = (values * self._spread(self.scale.float())).to(dtype)
@@ -89,6 +101,11 @@ class Weight:
         rows, columns = self.block
         by_row = by_block if rows == 1 else by_block.repeat_interleave(rows, -2)[..., : self.num_outputs, :]
         return by_row.repeat_interleave(columns, -1)[..., : self.num_inputs]
+
+
+def _fp4_values(codes: torch.Tensor) -> torch.Tensor:
+    table = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)], device=codes.device)
+    return table[codes.int()]
 
 
 def has_form_of(one: Weight, other: Weight, *, with_order: bool = True) -> bool:

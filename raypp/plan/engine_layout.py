@@ -16,7 +16,7 @@ from pathlib import Path
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig, as_stored, load_model_config
-from raypp.models.quantization import ONLINE_FP8, Quantization
+from raypp.models.quantization import FP4_FORMATS, ONLINE_FP8, Quantization
 from raypp.models.sizes import kv_bytes_per_token
 from raypp.plan.encoder_plan import EncoderPlan, plan_encoders
 from raypp.plan.hardware import Hardware
@@ -270,10 +270,18 @@ def with_weight_form(
         dtype: Of the activations.
 
     Raises:
-        ConfigError: FP8 is asked for, and the checkpoint has fewer bits already, or the GPUs have no such type.
+        ConfigError: FP8 is asked for, and the checkpoint has fewer bits already, the GPUs have no such type, or
+            transformers' modules compute the model.
     """
     if config.model.quantization is None:
         return model
+    if model.measured is not None:
+        raise ConfigError(
+            "model.quantization asks for FP8, and transformers' modules compute the model",
+            got=f"quantization=fp8, {model.architecture}",
+            expected="a model of raypp's own layers",
+            hint="leave quantization out",
+        )
     if model.quantization is not None and model.quantization.bits != 8:
         raise ConfigError(
             "model.quantization asks for FP8, and the checkpoint's weights are in another form",
@@ -303,7 +311,7 @@ def held_model(model: ModelConfig, hardware: Hardware, *, device: str, dtype: st
     quantization = model.quantization
     if quantization is None:
         return model
-    is_multiplied = device == "cuda" and dtype != "float32" and has_gpu_product(quantization)
+    is_multiplied = model.measured is None and device == "cuda" and dtype != "float32" and has_gpu_product(quantization)
     lacks_type = quantization.bits == 8 and _lacks_fp8(hardware)
     return model if is_multiplied and not lacks_type else replace(model, quantization=None)
 
@@ -311,6 +319,8 @@ def held_model(model: ModelConfig, hardware: Hardware, *, device: str, dtype: st
 def has_gpu_product(quantization: Quantization) -> bool:
     """Return whether a GPU multiplies a form as it is; `raypp.ops.cuda.quantized_projection` says it of a weight."""
     rows, columns = quantization.block
+    if quantization.format in (*FP4_FORMATS, "int8"):
+        return False
     if columns == 0:
         return True
     if quantization.bits == 4:

@@ -54,6 +54,11 @@ def _gptq(**more: object) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "sym": True, "desc_act": False, **more}
 
 
+def _auto_round(packing: str) -> dict[str, Any]:
+    whole = {"quant_method": "auto-round", "packing_format": packing, "data_type": "int", "autoround_version": "0.9"}
+    return {**whole, "bits": 4, "group_size": _GROUP, "sym": True, "extra_config": {"lm_head": {"bits": 16}}}
+
+
 CONFIGS = {
     "fp8 blocks": _fp8(weight_block_size=list(_BLOCK), modules_to_not_convert=["lm_head"]),
     "fp8 tensor": _fp8(activation_scheme="static"),
@@ -71,6 +76,15 @@ CONFIGS = {
     "gptq zeros": _gptq(sym=False),
     "gptq order": _gptq(desc_act=True),
     "gptq v2 zeros order": _gptq(sym=False, desc_act=True, checkpoint_format="gptq_v2"),
+    "auto-round gptq": _auto_round("auto_round:auto_gptq"),
+    "auto-round awq": _auto_round("auto_round:auto_awq"),
+    "int8 channel": _compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+    "int8 packed": _compressed("pack-quantized", num_bits=8, type="int", strategy="channel"),
+    "int8 groups": _compressed("int-quantized", num_bits=8, type="int", strategy="group", group_size=_GROUP),
+    "mxfp4": _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+    "nvfp4": _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+    "modelopt nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head*"]},
+    "modelopt fp8": {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]},
 }
 """By a name of our own, the `quantization_config` of checkpoints whose tensors `quantized_layer` writes."""
 
@@ -84,12 +98,16 @@ def quantized_layer(form: str, weight: torch.Tensor, order_seed: int = 0) -> tup
         order_seed: Of which group each input is, where that is up to the layer.
     """
     config = CONFIGS[form]
-    if "fp8" in form:
-        return _eight_bits(config, weight)
+    if "fp4" in form:
+        return _four_bit_floats(form, weight)
+    if "fp8" in form or "int8" in form:
+        return _eight_bits(form, config, weight)
     return _four_bits(form, config, weight, order_seed)
 
 
-def _eight_bits(config: dict[str, Any], weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def _eight_bits(
+    form: str, config: dict[str, Any], weight: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     (num_outputs, num_inputs), is_compressed = weight.shape, "config_groups" in config
     scheme = config["config_groups"]["group_0"]["weights"] if is_compressed else config
     structure = scheme.get("block_structure" if is_compressed else "weight_block_size")
@@ -98,14 +116,21 @@ def _eight_bits(config: dict[str, Any], weight: torch.Tensor) -> tuple[dict[str,
         "group": (1, _GROUP),
         "block": structure,
     }.get(scheme.get("strategy", "block" if structure else "tensor"), (num_outputs, num_inputs))
+    dtype, largest = (torch.int8, 127) if scheme.get("type") == "int" else (torch.float8_e4m3fn, 448)
     scale = torch.zeros(math.ceil(num_outputs / rows), math.ceil(num_inputs / columns))
-    data, values = torch.zeros(weight.shape, dtype=torch.float8_e4m3fn), torch.zeros(weight.shape)
+    data, values = torch.zeros(weight.shape, dtype=dtype), torch.zeros(weight.shape)
     for i in range(scale.shape[0]):
         for j in range(scale.shape[1]):
             block = (slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns))
-            scale[i, j] = (weight[block].abs().max() / 448).bfloat16()
-            data[block] = (weight[block] / scale[i, j]).to(torch.float8_e4m3fn)
+            scale[i, j] = (weight[block].abs().max() / largest).bfloat16()
+            exact = weight[block] / scale[i, j]
+            data[block] = exact.round().clamp(-127, 127).to(dtype) if largest == 127 else exact.to(dtype)
             values[block] = data[block].float() * scale[i, j]
+    if form == "int8 packed":
+        padded = torch.nn.functional.pad(data.int() + 128, (0, -num_inputs % 4), value=128).tolist()
+        words = [[sum(row[k + i] << 8 * i for i in range(4)) for k in range(0, len(row), 4)] for row in padded]
+        signed = [[word - (1 << 32) if word >= 1 << 31 else word for word in row] for row in words]
+        return {"weight_packed": torch.tensor(signed, dtype=torch.int32), "weight_scale": scale.bfloat16()}, values
     if is_compressed:
         stored = scale.reshape(1) if scheme["strategy"] == "tensor" else scale
         return {"weight": data, "weight_scale": stored.bfloat16()}, values
@@ -114,12 +139,46 @@ def _eight_bits(config: dict[str, Any], weight: torch.Tensor) -> tuple[dict[str,
     return {"weight": data, "weight_scale": scale.reshape(()), "input_scale": torch.ones(())}, values
 
 
+def _four_bit_floats(form: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    num_outputs, num_inputs = weight.shape
+    group = 32 if form == "mxfp4" else 16
+    positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    whole = float(weight.abs().max() / (6 * 448))
+    stored, values, packed = [], torch.zeros(weight.shape), []
+    for n in range(num_outputs):
+        scales, codes = [], []
+        for start in range(0, num_inputs, group):
+            part = weight[n, start : start + group]
+            wanted = float(part.abs().max()) / 6
+            if form == "mxfp4":
+                exponent = math.ceil(math.log2(wanted))
+                scales.append(exponent + 127)
+                scale = 2.0**exponent
+            else:
+                scales.append(float(torch.tensor(wanted / whole).to(torch.float8_e4m3fn)))
+                scale = scales[-1] * whole
+            for k, value in enumerate(part.tolist()):
+                code = min(range(8), key=lambda one: abs(abs(value) / scale - positive[one]))
+                values[n, start + k] = math.copysign(positive[code] * scale, value)
+                codes.append(code + 8 * (value < 0))
+        stored.append(scales)
+        packed.append([codes[k] + 16 * codes[k + 1] for k in range(0, num_inputs, 2)])
+    data = torch.tensor(packed, dtype=torch.uint8)
+    if form == "mxfp4":
+        return {"weight_packed": data, "weight_scale": torch.tensor(stored, dtype=torch.uint8)}, values
+    scale = torch.tensor(stored).to(torch.float8_e4m3fn)
+    if form == "nvfp4":
+        return {"weight_packed": data, "weight_scale": scale, "weight_global_scale": torch.tensor([1 / whole])}, values
+    return {"weight": data, "weight_scale": scale, "weight_scale_2": torch.tensor(whole)}, values
+
+
 def _four_bits(
     form: str, config: dict[str, Any], weight: torch.Tensor, order_seed: int
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     num_outputs, num_inputs = weight.shape
     group = num_inputs if "channel" in form else _GROUP
     has_zeros = "zeros" in form or form in ("awq", "compressed int4 channel")
+    is_awq = form.endswith("awq")
     num_groups = math.ceil(num_inputs / group)
     places = list(range(num_inputs))
     if "order" in form:
@@ -142,13 +201,13 @@ def _four_bits(
         code[:, columns] = (part / scale[:, g : g + 1] + zero[:, g : g + 1]).round().clamp(0, 15).long()
     values = (code - zero[:, group_of]) * scale[:, group_of]
     g_idx = torch.tensor(group_of, dtype=torch.int32)
-    if form == "awq":
+    if is_awq:
         tensors = {
             "qweight": _joined(code.t(), 1, _AWQ_ORDER),
             "qzeros": _joined(zero.t(), 1, _AWQ_ORDER),
             "scales": scale.t().half().contiguous(),
         }
-    elif form.startswith("gptq"):
+    elif "gptq" in form:
         tensors = {
             "qweight": _joined(code.t(), 0),
             "qzeros": _joined(zero.t() - (0 if "v2" in form else 1), 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -9,18 +10,28 @@ import pytest
 import torch
 from exactness import ExactComparison
 from hf_models import hf_greedy, load_reference, make_checkpoint
-from quantized_tensors import CONFIGS, LINEAR, quantize_checkpoint
+from quantized_tensors import CONFIGS, LINEAR, quantize_checkpoint, quantized_layer
 from safetensors.torch import load_file, save_file
+from shrunken_models import make_shrunken
 
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine
+from raypp.testing.try_decoder import prompts
 from raypp.types import SamplingParams
 
 FAMILY_SEEDS = (("qwen3", 14), ("llama", 9), ("qwen2", 12))  # all of one file; tied and not, with and without biases
 EXPERT_SEEDS = (("qwen3_moe", 11), ("mixtral", 11), ("qwen3_moe", 3))  # five experts; the last has a dense layer
 EXPERT_FORMS = ("fp8 blocks", "gptq v2 zeros order", "compressed int4 order", "awq", "compressed fp8 channel")
+
+
+def greedy_tokens(path: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Return what transformers' modules generate on two stages."""
+    sizes = {"block_size": 4, "max_num_batched_tokens": 24, "max_num_seqs": 6, "max_model_len": 128}
+    more = {"num_kv_blocks": 200, "num_stages": 2, "stage_num_threads": 1, "model_impl": "transformers"}
+    plan = plan_engine(EngineConfig.from_flat(str(path), **sizes, **more), Hardware(1))
+    return LocalEngine(plan).generate(prompts, SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))
 
 
 def compare_texts(source: Path, quantized: Path, dequantized: Path, **settings: object) -> None:
@@ -61,6 +72,50 @@ def test_greedy_tokens_of_models_with_experts(tmp_path, index, form):
     source = make_checkpoint(family, seed, tmp_path / "source", min_layers=3)
     quantize_checkpoint(form, source, tmp_path / "small", tmp_path / "plain")
     compare_texts(source, tmp_path / "small", tmp_path / "plain", num_stages=1 + index % 3)
+
+
+IN_CI = ("fp8 blocks", "awq", "compressed int4 order", "modelopt nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("index", "form"),
+    [
+        pytest.param(index, form, id=form, marks=() if form in IN_CI else pytest.mark.full)
+        for index, form in enumerate(CONFIGS)
+    ],
+)
+def test_greedy_tokens_of_transformers_modules(tmp_path, index, form):
+    family, seed = (*FAMILY_SEEDS, EXPERT_SEEDS[0])[index % 4]
+    source = make_checkpoint(family, seed, tmp_path / "source", min_layers=3)
+    quantize_checkpoint(form, source, tmp_path / "small", tmp_path / "plain")
+    more = {"model_impl": "transformers", "num_stages": 1 + index % 3}
+    compare_texts(source, tmp_path / "small", tmp_path / "plain", **more)
+
+
+def test_greedy_tokens_of_gpt_oss_in_mxfp4(tmp_path):
+    plain = make_shrunken("gpt_oss", tmp_path / "plain")
+    whole = load_file(plain / "model.safetensors")
+    small = dict(whole)
+    for name in [name for name in whole if name.endswith(("gate_up_proj", "down_proj"))]:
+        blocks, scales = [], []
+        for expert in whole[name]:  # [K, N]: inputs before outputs
+            stored, values = quantized_layer("mxfp4", expert.t())
+            expert.copy_(values.t())
+            blocks.append(stored["weight_packed"].unflatten(1, (-1, 16)))
+            scales.append(stored["weight_scale"])
+        del small[name]
+        small |= {f"{name}_blocks": torch.stack(blocks), f"{name}_scales": torch.stack(scales)}
+    assert len(small) == len(whole) + 2 * 4  # of each layer, two weights became two tensors each
+    save_file(whole, plain / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    save_file(small, tmp_path / "small" / "model.safetensors", metadata={"format": "pt"})
+    texts = [greedy_tokens(path, prompts()) for path in (tmp_path / "small", plain)]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0][0])) > 3
 
 
 def test_greedy_tokens_of_weights_rounded_at_load(tmp_path):

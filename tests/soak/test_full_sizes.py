@@ -19,6 +19,7 @@ FULL: dict[str, dict[str, str]] = {
     "tests/clients/test_recorded_clients.py": {"TEST_SIZES": "all"},
     "tests/parity/test_speculation.py": {"TEST_SIZES": "all"},
     "tests/parity/test_any_decoder.py": {"TEST_SIZES": "all"},
+    "tests/parity/test_quantized_weights.py": {"TEST_SIZES": "all"},
     "tests/parity/test_windows.py": {"TEST_SIZES": "all"},
     "tests/parity/test_engine_hf.py": {"TEST_SIZES": "all"},
     "tests/parity/test_models_hf.py": {"TEST_SIZES": "all"},

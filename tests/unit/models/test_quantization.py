@@ -18,6 +18,10 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "GEMM", "
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 
 
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 128}
+
+
 def _compressed(group=None, **changes):
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
     values = {"weights": weights | changes.pop("weights", {}), "targets": ["Linear"]} | (group or {})
@@ -65,6 +69,15 @@ def _read(config, **more):
         (_float8(strategy="tensor"), {"format": "fp8", "block": (1, 0)}),
         (_float8(strategy="channel"), {"format": "fp8", "block": (1, 0)}),
         (_float8(strategy="block", block_structure=[128, 128]), {"format": "fp8", "block": (128, 128)}),
+        (_compressed(weights={"num_bits": 8, "group_size": 32}), {"format": "int8", "block": (1, 32)}),
+        (
+            _compressed(format="nvfp4-pack-quantized", weights={"type": "float", "group_size": 16}),
+            {"format": "nvfp4", "block": (1, 16)},
+        ),
+        ({"quant_method": "mxfp4"}, {"format": "mxfp4", "block": (1, 32)}),
+        (MODELOPT, {"format": "nvfp4", "block": (1, 16), "skipped": ("lm_head",)}),
+        ({**MODELOPT, "quant_algo": "FP8"}, {"format": "fp8", "block": (1, 0), "skipped": ("lm_head",)}),
+        (AUTO_ROUND, {"format": "gptq", "block": (1, 128), "zero_offset": 1}),
         (_compressed({"format": "pack-quantized"}, format="mixed"), {"format": "compressed_int4", "block": (1, 128)}),
     ],
 )
@@ -175,7 +188,12 @@ def test_gptqs_dynamic_modules():
         (_compressed(ignore=[]), ["ignore", "lm_head"]),
         (_compressed(config_groups={}), ["config_groups", "no group"]),
         (_compressed(config_groups=None), ["config_groups", "nothing", "an object"]),
-        (_compressed(weights={"num_bits": 8}), ["group_0.weights.num_bits", "8", "4"]),
+        (_compressed(weights={"num_bits": 3}), ["group_0.weights.num_bits", "3", "4 or 8"]),
+        (_compressed(weights={"num_bits": 8, "symmetric": False}), ["symmetric", "false", "true"]),
+        ({**MODELOPT, "quant_algo": "W4A8_AWQ"}, ["quant_algo", "W4A8_AWQ", "'nvfp4' or 'fp8'"]),
+        ({**AUTO_ROUND, "packing_format": "auto_round"}, ["packing_format", "auto_round:auto_gptq"]),
+        ({**AUTO_ROUND, "extra_config": {"a": {"bits": 8}}}, ["extra_config", "a: {'bits': 8}", "16 bits"]),
+        ({"quant_method": "mxfp4", "group_size": 16}, ["group_size", "16", "32"]),
         (_compressed(weights={"strategy": "tensor"}), ["strategy", "tensor", "'channel' or 'group'"]),
         (_compressed(weights={"actorder": "so"}), ["actorder", "'so'"]),
         (_compressed(weights={"type": "nf"}), ["type", "'nf'", "'float' or 'int'"]),

@@ -46,6 +46,18 @@ def test_one_in_4_bits_is_a_contradiction(tmp_path: Path) -> None:
         _planned(tmp_path, _GPTQ, quantization="fp8")
 
 
+def test_transformers_modules_have_no_such_products(tmp_path: Path) -> None:
+    assert _planned(tmp_path, _FP8, model_impl="transformers").quantization is not None
+    with pytest.raises(ConfigError) as caught:
+        _planned(tmp_path, None, model_impl="transformers", quantization="fp8")
+    assert caught.value.got == "quantization=fp8, transformers:Qwen3ForCausalLM"
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4", "int8"])
+def test_a_form_without_a_kernel_is_16_bits_on_a_gpu(form: WeightFormat) -> None:
+    assert not has_gpu_product(Quantization(format=form, block=(1, 16)))
+
+
 def test_gpus_without_the_type_are_refused() -> None:
     config = EngineConfig.from_flat(
         str(_SHAPES / "qwen3-8b"), load_format="dummy", quantization="fp8", max_model_len=512, device="cuda"
