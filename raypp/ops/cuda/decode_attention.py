@@ -1,7 +1,8 @@
 """Attention of decode rows over the paged cache in one launch, split along the context (flash decoding).
 
     program (row, KV head, split)   the query heads that share the KV head, and all of the row's query tokens, against
-                                    the split's share of the context, with a running softmax
+                                    the split's share of the context, with a running softmax; where these are too many
+                                    for a program, several have some of the heads each
     the last split to finish        combines the splits' results in a fixed order: the same bits every time
 
 Lengths and block tables are read on the device, so a captured launch serves rows of any length. The number of splits
@@ -44,6 +45,7 @@ _SHARED_OF_MOST_WARPS = range(160 << 10, 200 << 10)
 _MOST_FLOATS_OF_FEW_WARPS = 64 * 128  # of queries, whose weighted values four warps keep in registers
 _LEAST_OF_A_SPLIT = 128  # tokens: combining more splits takes longer than they save
 _MOST_COLUMNS_OF_WHOLE_TILES = 256  # of larger heads tiles have fewer tokens
+_MOST_QUERIES_OF_LARGE_HEADS = 64  # with more, their weighted values go through shared memory, in 32 bits
 _MIN_QUERIES = 16  # the smallest tile of a matrix product
 _LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 _TWO_LOG2_E: tl.constexpr = tl.constexpr(2 * math.log2(math.e))
@@ -74,6 +76,7 @@ class DecodeTuning:
         num_warps: Of a program.
         num_stages: Tiles under way from memory.
         max_registers: Of a thread: the fewer, the more programs are on a processor at once. None: as many as it takes.
+        num_shares: Programs that have the query heads of a KV head.
     """
 
     num_splits: int
@@ -81,6 +84,7 @@ class DecodeTuning:
     num_warps: int = 4
     num_stages: int = 3
     max_registers: int | None = None
+    num_shares: int = 1
 
 
 def tune_decode(
@@ -208,9 +212,9 @@ class TritonDecode:
         num_rows = block_tables.shape[0]
         if not num_rows:
             return
-        block_dv, filled = self._block_dv, self._filled(query_len)
-        num_pairs = num_rows * self._num_kv_heads
         tuning = tuning or self.cut(num_rows, query_len, cache.keys.element_size())
+        block_dv, filled, num_shares = self._block_dv, self._filled(query_len, tuning.num_shares), tuning.num_shares
+        num_pairs = num_rows * self._num_kv_heads * num_shares
         counters, num_floats = self._workspace.counters, num_pairs * tuning.num_splits * filled * (block_dv + 2)
         assert num_pairs <= counters.numel()
         assert tuning.num_splits == 1 or num_floats <= self._workspace.floats.numel(), "more splits than reserved"
@@ -223,7 +227,7 @@ class TritonDecode:
         keys, values = (side.view(torch.int16) if is_fp8 else side for side in cache)
         scale_log2 = heads.scale * k_scale * math.log2(math.e)
         soft_cap = heads.soft_cap or 0.0
-        _decode_attention[(tuning.num_splits, self._num_kv_heads, num_rows)](
+        _decode_attention[(tuning.num_splits, self._num_kv_heads * num_shares, num_rows)](
             source,
             source if norm is None else norm.q_weight,
             source if norm is None else norm.k_weight,
@@ -247,7 +251,8 @@ class TritonDecode:
             1.0 / v_scale,
             v_scale,
             QUERY_LEN=query_len,
-            GROUP=self._group,
+            GROUP=self._group // num_shares,
+            SHARES=num_shares,
             NUM_KV_HEADS=self._num_kv_heads,
             D=self._head_dim,
             BLOCK_D=self._block_d,
@@ -277,38 +282,48 @@ class TritonDecode:
         )
 
     def cut(self, num_rows: int, query_len: int, cache_bytes: int = 2) -> DecodeTuning:
-        """Return how so many rows of so many tokens are cut, over a cache of so many bytes per element."""
-        query_floats = self._filled(query_len) * max(self._block_d, self._block_dv)
-        block_d = max(self._block_d, self._block_dv)
-        tile_bytes = cache_bytes if block_d <= 128 else 2  # large tiles of larger heads take too many registers
-        tuning = tune_decode(num_rows, self._num_kv_heads, self._device, query_len, query_floats, tile_bytes)
-        if block_d > _MOST_COLUMNS_OF_WHOLE_TILES:
-            tuning = replace(tuning, tile_tokens=tuning.tile_tokens * _MOST_COLUMNS_OF_WHOLE_TILES // block_d)
-        if self._filled(query_len) >= _QUERIES_OF_MOST_WARPS and self._device.shared_bytes in _SHARED_OF_MOST_WARPS:
-            tuning = replace(tuning, num_warps=_MOST_WARPS)
-        fitting = self._fitting(tuning, query_len, cache_bytes)
+        """Return how so many rows of so many tokens are cut, over a cache of so many bytes per element.
+
+        Raises:
+            ConfigError: a row's tokens and one query head take more shared memory than a program can have.
+        """
+        shares = [n for n in range(1, self._group + 1) if self._group % n == 0]
+        cuts = (self._cut(num_rows, query_len, cache_bytes, num_shares) for num_shares in shares)
+        fitting = next((cut for cut in cuts if cut is not None), None)
         if fitting is None:
-            most = max(n for n in range(query_len) if self._fitting(tuning, 1 + n, cache_bytes))
+            most = max(n for n in range(query_len) if self._cut(num_rows, 1 + n, cache_bytes, self._group))
             raise ConfigError(
                 "attention over a row's drafts does not fit the shared memory of this GPU",
                 got=f"{query_len - 1} drafts, {self._device.shared_bytes >> 10} KiB",
-                expected=f"at most {most} drafts, with {self._group} heads of {self._head_dim} per KV head",
+                expected=f"at most {most} drafts, with heads of {self._head_dim}",
                 hint="a smaller speculative.num_speculative_tokens or draft_ladder",
             )
         return fitting
 
-    def _fitting(self, tuning: DecodeTuning, query_len: int, cache_bytes: int) -> DecodeTuning | None:
+    def _cut(self, num_rows: int, query_len: int, cache_bytes: int, num_shares: int) -> DecodeTuning | None:
         """Return the cut with fewer stages, then smaller tiles, until shared memory holds it; None: none does."""
-        queries = max(_MIN_QUERIES, self._filled(query_len))
+        filled, block_d = self._filled(query_len, num_shares), max(self._block_d, self._block_dv)
+        is_large = block_d > _MOST_COLUMNS_OF_WHOLE_TILES
+        if is_large and filled > _MOST_QUERIES_OF_LARGE_HEADS and num_shares < self._group:
+            return None
+        tile_bytes = cache_bytes if block_d <= 128 else 2  # large tiles of larger heads take too many registers
+        num_kv_heads = self._num_kv_heads * num_shares
+        tuning = tune_decode(num_rows, num_kv_heads, self._device, query_len, filled * block_d, tile_bytes)
+        tuning = replace(tuning, num_shares=num_shares)
+        if is_large:
+            tuning = replace(tuning, tile_tokens=tuning.tile_tokens * _MOST_COLUMNS_OF_WHOLE_TILES // block_d)
+        if filled >= _QUERIES_OF_MOST_WARPS and self._device.shared_bytes in _SHARED_OF_MOST_WARPS:
+            tuning = replace(tuning, num_warps=_MOST_WARPS)
+        queries = max(_MIN_QUERIES, filled)
         sizes = [(tuning.tile_tokens, num_stages) for num_stages in range(tuning.num_stages, 0, -1)]
         sizes += [(tile, 1) for tile in (64, 32, 16) if tile < tuning.tile_tokens]
         cuts = (replace(tuning, tile_tokens=tile, num_stages=num_stages) for tile, num_stages in sizes)
         most, sides = self._device.shared_bytes, (self._block_d, self._block_dv)
         return next((cut for cut in cuts if _shared_bytes(cut, queries, *sides, cache_bytes) <= most), None)
 
-    def _filled(self, query_len: int) -> int:
+    def _filled(self, query_len: int, num_shares: int = 1) -> int:
         """Return the number of a program's queries, without those that only fill a tile."""
-        return int(triton.next_power_of_2(query_len * self._group))
+        return int(triton.next_power_of_2(query_len * self._group // num_shares))
 
 
 def _shared_bytes(tuning: DecodeTuning, queries: int, block_d: int, block_dv: int, cache_bytes: int) -> int:
@@ -446,6 +461,7 @@ def _decode_attention(
     v_scale,
     QUERY_LEN: tl.constexpr,
     GROUP: tl.constexpr,
+    SHARES: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -470,15 +486,17 @@ def _decode_attention(
     OVERLAPS: tl.constexpr,
 ):
     PART: tl.constexpr = FILLED * (BLOCK_DV + 2)  # floats of a split's result: values, highest scores, sums
-    WIDTH: tl.constexpr = ((GROUP + 1) * D + DV) * NUM_KV_HEADS  # of a token's projection
+    NUM_HEADS: tl.constexpr = GROUP * SHARES * NUM_KV_HEADS
+    WIDTH: tl.constexpr = NUM_HEADS * D + NUM_KV_HEADS * (D + DV)  # of a token's projection
     ROW: tl.constexpr = D // 2 if IS_FP8 else D  # what the cache has of a token's key of a head: words, or columns
     BLOCK_ROW: tl.constexpr = BLOCK_D // 2 if IS_FP8 else BLOCK_D
     VALUE_ROW: tl.constexpr = DV // 2 if IS_FP8 else DV
     BLOCK_VALUE_ROW: tl.constexpr = BLOCK_DV // 2 if IS_FP8 else BLOCK_DV
-    split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    split, share, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head = share // SHARES
     query = tl.arange(0, QUERIES)  # (query token, head of the group), the group innermost
     query_token = query // GROUP
-    query_head = kv_head * GROUP + query % GROUP
+    query_head = share * GROUP + query % GROUP
     is_query = query < QUERY_LEN * GROUP
     column = tl.arange(0, BLOCK_D)
     in_head = column < D
@@ -490,7 +508,7 @@ def _decode_attention(
     in_value_row = value_cell < VALUE_ROW
     token_in_tile = tl.arange(0, TILE)
     first_token = row.to(tl.int64) * QUERY_LEN
-    out_row = (first_token + query_token) * (GROUP * NUM_KV_HEADS) + query_head
+    out_row = (first_token + query_token) * NUM_HEADS + query_head
     out_cell = out_row[:, None] * DV + value_column[None, :]
     out_mask = is_query[:, None] & in_value[None, :]
     table = block_tables + row.to(tl.int64) * table_width
@@ -577,10 +595,10 @@ def _decode_attention(
                 fresh = tl.arange(0, FRESH)
                 is_fresh = fresh < QUERY_LEN
                 fresh_mask = is_fresh[:, None] & in_value[None, :]
-                key = source + (first_token + fresh) * WIDTH + (GROUP * NUM_KV_HEADS + kv_head) * D
+                key = source + (first_token + fresh) * WIDTH + (NUM_HEADS + kv_head) * D
                 key_angle = (first_token + fresh) * (D // 2)
                 new_keys = _make_head(key, k_weight, eps, key_angle, cos, sin, is_fresh, D, BLOCK_D, HAS_NORM)
-                value = source + (first_token + fresh) * WIDTH + (GROUP + 1) * NUM_KV_HEADS * D + kv_head * DV
+                value = source + (first_token + fresh) * WIDTH + (NUM_HEADS + NUM_KV_HEADS) * D + kv_head * DV
                 new_values = tl.load(value[:, None] + value_column[None, :], mask=fresh_mask, other=0.0)
                 if IS_FP8:
                     new_keys = _words(narrowed(new_keys * k_inverse, tl.float8e4nv), FRESH, BLOCK_ROW)
@@ -624,7 +642,7 @@ def _decode_attention(
         if num_parts == 1:
             tl.store(out + out_cell, as_stored(weighted / total[:, None], out, CLAMPS), mask=out_mask)
         else:
-            pair = row * NUM_KV_HEADS + kv_head
+            pair = row * (NUM_KV_HEADS * SHARES) + share
             parts = partial + (pair * SPLITS).to(tl.int64) * PART
             part = parts + split * PART
             tl.store(part + query[:, None] * BLOCK_DV + value_column[None, :], weighted, mask=is_query[:, None])
@@ -651,7 +669,7 @@ def _decode_attention(
                     weight_sum = weight_sum * shrink + tl.sum(part_sum * grow, 0)
                     value_sum = value_sum * shrink + tl.sum(value * grow, 0)
                     most = new_most
-                token_head = (first_token + of_query // GROUP) * (GROUP * NUM_KV_HEADS) + kv_head * GROUP
+                token_head = (first_token + of_query // GROUP) * NUM_HEADS + share * GROUP
                 sum_cell = (token_head + of_query % GROUP) * DV + of_column
                 result = value_sum / tl.where(is_element, weight_sum, 1.0)
                 tl.store(out + sum_cell, as_stored(result, out, CLAMPS), mask=is_element & (of_column < DV))

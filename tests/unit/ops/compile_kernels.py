@@ -407,8 +407,8 @@ def call_kinds(_: Workspace) -> None:
     for num_heads, num_kv_heads, head_dim, value_dim, settings in KINDS if IS_FULL else KINDS[:1]:
         kind = Heads(num_heads, num_kv_heads, head_dim, v_dim=value_dim, **settings)
         workspace = Workspace(CPU)  # each kind reserves before its first use
-        decode = decode_attention.TritonDecode(num_heads, num_kv_heads, head_dim, 5, DEVICE, workspace, value_dim)
-        workspace.reserve(1 << 24)
+        decode = decode_attention.TritonDecode(num_heads, num_kv_heads, head_dim, 17, DEVICE, workspace, value_dim)
+        workspace.reserve(1 << 25)
         width = (num_heads + num_kv_heads) * head_dim + num_kv_heads * value_dim
         for kv_dtype in (BF16, *([torch.float8_e4m3fn] if DEVICE.has_fp8 and IS_FULL else [])):
             sizes = 3, num_kv_heads, 16
@@ -416,8 +416,7 @@ def call_kinds(_: Workspace) -> None:
             cache, integers = LayerCache(keys, values), torch.zeros(16, dtype=torch.int64)
             by = heads.rotation_table(integers, torch.ones(head_dim // 2), DEVICE)
             heads.append_heads(torch.zeros(16, width, dtype=BF16), kind, by, integers, cache, DEVICE)
-            most = 5 if num_heads // num_kv_heads * head_dim <= 4096 else 3  # what 99 KiB hold
-            for rows, query_len in ((1, 1), (32, most)):
+            for rows, query_len in ((1, 1), (32, 17 if IS_FULL else 5)):
                 q = torch.zeros(rows * query_len, num_heads, head_dim, dtype=BF16)
                 out = torch.zeros(rows * query_len, num_heads, value_dim, dtype=BF16)
                 lens, tables = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)

@@ -165,6 +165,24 @@ def test_decode_of_many_drafts_with_little_shared_memory():
     checks.check_decode(EXACT, [50, 17], 17, 4, 1, 256, tuning)
 
 
+def test_decode_of_more_queries_than_a_program_can_have():
+    device = Device(torch.device("cpu"), 128, has_dependent_launch=False, shared_bytes=227 << 10)
+
+    def num_shares(heads, query_len):
+        num_heads, num_kv_heads, *sizes = heads
+        decode = TritonDecode(num_heads, num_kv_heads, sizes[0], 17, device, Workspace(torch.device("cpu")), sizes[-1])
+        return decode.cut(2, query_len).num_shares
+
+    assert [num_shares((8, 2, 512), query_len) for query_len in (1, 16, 17)] == [1, 1, 2]
+    assert [num_shares((16, 1, 512), query_len) for query_len in (1, 4, 5, 17)] == [1, 1, 2, 8]
+    assert num_shares((64, 4, 192, 128), 17) == 2  # 272 queries per KV head
+    tuning = DecodeTuning(2, 16, num_shares=2)
+    settings = {"window": 20, "has_sinks": True, "v_dim": 8}
+    checks.check_decode(EXACT, [75, 3, 33], 3, 8, 2, 16, tuning, 8, **settings)
+    checks.check_fused_decode(EXACT, [75, 3, 33], 3, 8, 2, 16, False, tuning, **settings)
+    checks.check_fused_decode(EXACT, [33, 1], 1, 6, 2, 24, True, DecodeTuning(1, 32, num_shares=3), (0.03, 2.0))
+
+
 @pytest.mark.parametrize(("heads", "scales"), [full((4, 2, 16), (0.03, 2.0)), ((3, 1, 24), (1.0, 1.0))])
 def test_fp8_kv(heads, scales):
     checks.check_heads(EXACT, 5, *heads, True, scales)
