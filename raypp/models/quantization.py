@@ -25,6 +25,7 @@ WeightFormat = Literal["fp8", "int8", "awq", "gptq", "compressed_int4", "mxfp4",
 LM_HEAD_MODULE = "lm_head"
 _FIELD = "quantization_config"
 _PATTERN = "re:"
+_ALL_LINEAR = "Linear"  # the class, as compressed-tensors' `targets` may name one
 _FOUR_BITS = ("awq", "gptq", "compressed_int4", "mxfp4", "nvfp4")
 _SCALE_BYTES = {"mxfp4": 1, "nvfp4": 1, "awq": 2, "gptq": 2, "compressed_int4": 2}
 _USUAL_SCALE_BYTES = 4
@@ -49,6 +50,7 @@ class Quantization:
     has_order: bool = False  # int4: inputs are sorted by their group (act-order)
     zero_offset: int = 0  # gptq: what stored zeros lack
     skipped: tuple[str, ...] = ()  # modules, or patterns behind `re:`, that stay in 16 bits
+    only: tuple[str, ...] = ()  # the modules, or patterns, that are quantized; none: all linear layers
 
     @property
     def bits(self) -> int:
@@ -68,20 +70,31 @@ class Quantization:
 
         A name that is skipped may be all of a module's name, or some of its parts: `model.layers.0`, `mlp.gate`.
         """
-        names, patterns = self._skips
-        if names:
-            parts = module.split(".")
-            ends = range(1, len(parts) + 1)
-            if any(".".join(parts[start:end]) in names for end in ends for start in range(end)):
-                return False
-        return not any(pattern.match(module) for pattern in patterns)
+        (skipped, only) = self._named
+        return not _names_module(*skipped, module) and (not self.only or _names_module(*only, module))
 
     @cached_property
-    def _skips(self) -> tuple[frozenset[str], list[re.Pattern[str]]]:
-        """What is skipped: names, patterns."""
-        patterns = [name.removeprefix(_PATTERN) for name in self.skipped if name.startswith(_PATTERN)]
-        names = frozenset(name.strip(".") for name in self.skipped if not name.startswith(_PATTERN))
-        return names, [re.compile(pattern) for pattern in patterns]
+    def _named(self) -> tuple[_Named, _Named]:
+        return _sorted_names(self.skipped), _sorted_names(self.only)
+
+
+_Named = tuple[frozenset[str], list[re.Pattern[str]]]
+
+
+def _sorted_names(listed: Sequence[str]) -> _Named:
+    """Return the names, and the patterns."""
+    patterns = [name.removeprefix(_PATTERN) for name in listed if name.startswith(_PATTERN)]
+    names = frozenset(name.strip(".") for name in listed if not name.startswith(_PATTERN))
+    return names, [re.compile(pattern) for pattern in patterns]
+
+
+def _names_module(names: frozenset[str], patterns: list[re.Pattern[str]], module: str) -> bool:
+    if names:
+        parts = module.split(".")
+        ends = range(1, len(parts) + 1)
+        if any(".".join(parts[start:end]) in names for end in ends for start in range(end)):
+            return True
+    return any(pattern.match(module) for pattern in patterns)
 
 
 ONLINE_FP8 = Quantization(format="online_fp8", block=(1, 0))
@@ -247,9 +260,10 @@ def _read_compressed(section: _Section, model: ConfigFields) -> Quantization | N
     if not groups.values:
         raise section.error("config_groups", "no group", "a group of the weights of all linear layers")
     read = {name: _read_group(section, groups.below(name), skipped) for name in groups.values}
-    if len(set(read.values())) > 1:
+    if len({replace(group, only=()) for group in read.values()}) > 1:
         raise section.error("config_groups", f"{len(read)} kinds of weights", "one kind for all linear layers")
-    quantization = next(iter(read.values()))
+    only = [group.only for group in read.values()]
+    quantization = replace(next(iter(read.values())), only=sum(only, ()) if all(only) else ())
     if quantization.covers(LM_HEAD_MODULE) and not model.get("tie_word_embeddings"):
         raise section.error(
             "ignore", f"{len(skipped)} names without {LM_HEAD_MODULE}", f"{LM_HEAD_MODULE} among them: it is in 16 bits"
@@ -258,15 +272,17 @@ def _read_compressed(section: _Section, model: ConfigFields) -> Quantization | N
 
 
 def _read_group(section: _Section, group: _Section, skipped: tuple[str, ...]) -> Quantization:
-    if group.get("targets") != ["Linear"]:
-        raise group.error("targets", _said(group.get("targets")), "['Linear']: all linear layers but those in `ignore`")
+    targets = group.names("targets")
+    if not targets:
+        raise group.error("targets", "nothing", "['Linear'], or names and patterns of modules")
+    only = () if _ALL_LINEAR in targets else targets
     weights = group.below("weights")
     kind = weights.require("type", ("float", "int"), where_unsaid="int")
     bits = weights.require("num_bits", (4, 8))
     weights.require("dynamic", (False,), where_unsaid=False)
     form = (group if group.get("format") is not None else section).require("format", _COMPRESSED_FORMATS[kind, bits])
     if kind == "float" and bits == 4:
-        return _fp4(weights, form.removesuffix("-pack-quantized"), skipped)
+        return replace(_fp4(weights, form.removesuffix("-pack-quantized"), skipped), only=only)
     may_have_zeros = (kind, bits) == ("int", 4)
     has_zeros = not weights.require("symmetric", (True, False) if may_have_zeros else (True,), where_unsaid=True)
     strategies = ("channel", "group") if kind == "int" else ("tensor", "channel", "group", "block")
@@ -287,6 +303,7 @@ def _read_group(section: _Section, group: _Section, skipped: tuple[str, ...]) ->
         has_zeros=has_zeros,
         has_order=may_have_zeros and order in (True, "group", "dynamic") and block[1] > 0,
         skipped=skipped,
+        only=only,
     )
 
 

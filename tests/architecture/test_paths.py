@@ -44,7 +44,7 @@ MAX_STATEMENTS = {
     "raypp/encoder": 580,
     "raypp/grammar": 1_470,
     "raypp/graphs": 420,
-    "raypp/models": 2_940,  # with transformers' modules, and the kernel set in place of their parts; nine forms of weights
+    "raypp/models": 2_940,  # with transformers' modules and the kernel set in their place; nine forms of weights
     "raypp/openai_api": 2_590,
     "raypp/ops": 4_700,  # with caches and attention by layer
     "raypp/pictures": 690,

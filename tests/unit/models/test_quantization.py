@@ -199,7 +199,8 @@ def test_gptqs_dynamic_modules():
         (_compressed(weights={"type": "nf"}), ["type", "'nf'", "'float' or 'int'"]),
         (_compressed(weights={"num_bits": 8, "type": "float"}), ["format", "pack-quantized", "float-quantized"]),
         (_compressed(format="int-quantized"), ["format", "int-quantized", "pack-quantized"]),
-        (_compressed({"targets": ["re:.*q_proj"]}), ["targets", "q_proj", "Linear"]),
+        (_compressed({"targets": []}), ["targets", "nothing", "Linear"]),
+        (_compressed({"targets": ["re:.*("]}), ["targets", "regular expression"]),
         (_compressed({"weights": None}), ["group_0.weights", "nothing", "an object"]),
         (_compressed(sparsity_config={"format": "sparse-24-bitmask"}), ["sparsity_config", "sparse-24"]),
         (_compressed(transform_config={"config_groups": {}}), ["transform_config"]),
@@ -225,6 +226,16 @@ def test_groups_that_differ_are_refused():
     groups["group_1"] = _float8(strategy="tensor")["config_groups"]["group_0"] | {"format": "float-quantized"}
     with pytest.raises(ModelLoadError, match="2 kinds of weights"):
         _read(config)
+
+
+def test_groups_name_the_modules_that_are_quantized():
+    config = _compressed({"targets": ["re:.*self_attn.*"]}, ignore=["re:.*k_proj"])
+    config["config_groups"]["group_1"] = config["config_groups"]["group_0"] | {"targets": ["mlp.down_proj"]}
+    quantization = _read(config, tie_word_embeddings=True)
+    layer = "model.layers.3."
+    names = ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.down_proj")
+    assert [quantization.covers(layer + name) for name in names] == [True, False, False, True]
+    assert not quantization.covers("lm_head")
 
 
 def test_a_tied_lm_head_needs_no_word():
