@@ -71,6 +71,7 @@ class MeasuredLayer:
     num_parameters: int  # those of experts aside
     num_expert_parameters: int = 0
     share_chosen: float = 1.0  # of the experts, by a token
+    linears: tuple[tuple[str, int, int], ...] = ()  # whole names, outputs and inputs of the linear layers
     mlp_width: int  # elements of the widest product, of a token
 
 
@@ -293,7 +294,9 @@ def _transformers_config(
         dtype=read_dtype(text),
         quantization=read_quantization(text),
         eos_token_ids=_eos_token_ids(path, ConfigFields(text.file, {**text.values, "vocab_size": found["vocab_size"]})),
-        measured=tuple(MeasuredLayer(**layer) for layer in found["layers"]),
+        measured=tuple(
+            MeasuredLayer(**{**layer, "linears": tuple(map(tuple, layer["linears"]))}) for layer in found["layers"]
+        ),
         trusts_code=trusts_code,
     )
 

@@ -27,7 +27,7 @@ _FIELD = "quantization_config"
 _PATTERN = "re:"
 _ALL_LINEAR = "Linear"  # the class, as compressed-tensors' `targets` may name one
 _FOUR_BITS = ("awq", "gptq", "compressed_int4", "mxfp4", "nvfp4")
-_SCALE_BYTES = {"mxfp4": 1, "nvfp4": 1, "awq": 2, "gptq": 2, "compressed_int4": 2}
+_SCALE_BYTES = {"mxfp4": 1, "awq": 2, "gptq": 2, "compressed_int4": 2}
 _USUAL_SCALE_BYTES = 4
 FP4_FORMATS: dict[WeightFormat, int] = {"nvfp4": 16, "mxfp4": 32}
 """Inputs that share a scale, by the form of floats of 4 bits."""
@@ -97,8 +97,8 @@ def _names_module(names: frozenset[str], patterns: list[re.Pattern[str]], module
     return any(pattern.match(module) for pattern in patterns)
 
 
-ONLINE_FP8 = Quantization(format="online_fp8", block=(1, 0))
-"""Weights in 16 bits that become FP8 when they are read, with a scale per output."""
+ONLINE_FP8 = Quantization(format="online_fp8", block=(1, 0), skipped=("gate", "router", "shared_expert_gate"))
+"""Weights in 16 bits that become FP8 when they are read, with a scale per output; what chooses experts stays."""
 
 
 def read_quantization(fields: ConfigFields) -> Quantization | None:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from raypp.models.config import MeasuredLayer, ModelConfig
+from raypp.models.quantization import Quantization
 
 LOGIT_BYTES = 4  # whatever the model's type, see `raypp.ops.backend.KernelSet.lm_head`
 
@@ -74,13 +75,17 @@ class _Product(NamedTuple):
 def layer_sizes(config: ModelConfig, dtype_bytes: int) -> tuple[LayerSize, ...]:
     """Return the size of each layer: dense or with experts, quantized or with elements of `dtype_bytes`."""
     if config.measured is not None:
-        return tuple(_measured_size(layer, dtype_bytes) for layer in config.measured)
+        return tuple(_measured_size(layer, config.quantization, dtype_bytes) for layer in config.measured)
     return tuple(_layer_size(config, index, dtype_bytes) for index in range(config.num_layers))
 
 
-def _measured_size(layer: MeasuredLayer, dtype_bytes: int) -> LayerSize:
+def _measured_size(layer: MeasuredLayer, form: Quantization | None, dtype_bytes: int) -> LayerSize:
     shared, of_experts, share = layer.num_parameters, layer.num_expert_parameters, layer.share_chosen
-    reads = WeightReads(shared * dtype_bytes, of_experts * dtype_bytes, share)
+    shared_bytes = shared * dtype_bytes
+    for name, num_outputs, num_inputs in layer.linears:
+        if form is not None and form.covers(name):
+            shared_bytes += form.weight_bytes(num_outputs, num_inputs) - num_outputs * num_inputs * dtype_bytes
+    reads = WeightReads(shared_bytes, of_experts * dtype_bytes, share)
     return LayerSize(reads, shared + of_experts, shared + int(of_experts * share))
 
 

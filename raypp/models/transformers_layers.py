@@ -30,7 +30,7 @@ from raypp.models.attention_config import AttentionConfig
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Rotation
 from raypp.ops.backend import Attention, KernelSet, Projection
 from raypp.ops.kv_cache import LayerCache
-from raypp.ops.weight import Weight
+from raypp.ops.weight import Weight, stacked_weights
 
 _LOG = logging.getLogger(__name__)
 ATTENTION = EXPERTS = "raypp"
@@ -247,16 +247,16 @@ def _are_parts(
 class _Linear(nn.Module):
     """One or several linear layers of the same input: [..., K] to their outputs side by side, [..., N]."""
 
-    def __init__(self, linears: Sequence[nn.Linear], kernels: KernelSet) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], weights: Sequence[Weight], kernels: KernelSet) -> None:
         super().__init__()
-        weights, biases = [linear.weight.detach() for linear in linears], [linear.bias for linear in linears]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        weight, biases = stacked_weights(weights), [linear.bias for linear in linears]
         bias: torch.Tensor | None = None if biases[0] is None else torch.cat([each.detach() for each in biases])
-        self.weight = weight.to("meta")  # what a model asks for its type
-        self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+        shape = weight.num_outputs, weight.num_inputs
+        self.weight = torch.empty(shape, dtype=linears[0].weight.dtype, device="meta")  # what a model asks for its type
+        self.num_bytes = weight.num_bytes + (0 if bias is None else bias.nbytes)
         self.attention: LayerAttention | None = None
-        self._num_outputs = len(weight)
-        self._project: Projection = kernels.linear(Weight(weight), bias)
+        self._num_outputs = weight.num_outputs
+        self._project: Projection = kernels.linear(weight, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if _trial is not None and not _trial.has_kernels:
@@ -357,6 +357,7 @@ def use_kernels(
     attentions: Sequence[LayerAttention],
     kernels: KernelSet,
     run: Callable[[], torch.Tensor],
+    held: Mapping[nn.Linear, Weight],
 ) -> str | None:
     """Give the kernel set all that it can do of a stage's layers, which have their weights and attend by it.
 
@@ -368,6 +369,7 @@ def use_kernels(
         attentions: Theirs.
         kernels: Of the device.
         run: Runs the layers with `NUM_TRIED_TOKENS` tokens.
+        held: The weights of linear layers that are not in 16 or 32 bits.
     """
     global _trial
     inputs: dict[nn.Module, tuple[int, int, torch.Tensor]] = {}
@@ -390,9 +392,12 @@ def use_kernels(
                 hook.remove()
             for parent in list(model.modules()):
                 _replace_norms(parent, offsets, kernels)
-                _replace_linears(parent, inputs, kernels)
+                _replace_linears(parent, inputs, held, kernels)
                 _replace_experts(parent, are_plain, kernels)
             inputs.clear()
+            for module in model.modules():  # of a kind of their own, or never called
+                if isinstance(module, nn.Linear) and module in held:
+                    module.weight = nn.Parameter(held[module].dequantized(module.weight.dtype), requires_grad=False)
             _trial.seen = _Seen()
             run()
             _trial = _Trial(has_kernels=True, heads_by_kernels=False)
@@ -458,7 +463,10 @@ def _offset_of(module: nn.Module, eps: float) -> float | None:
 
 
 def _replace_linears(
-    parent: nn.Module, inputs: Mapping[nn.Module, tuple[int, int, torch.Tensor]], kernels: KernelSet
+    parent: nn.Module,
+    inputs: Mapping[nn.Module, tuple[int, int, torch.Tensor]],
+    held: Mapping[nn.Linear, Weight],
+    kernels: KernelSet,
 ) -> None:
     """Replace the linear layers of a module; those of the same input, in the order of their calls, by one."""
     names = {module: name for name, module in parent.named_children()}
@@ -466,9 +474,10 @@ def _replace_linears(
     for module, (place, version, _) in inputs.items():
         if isinstance(module, nn.Linear) and module in names:
             key = (place, version, module.weight.shape[1], module.weight.dtype, module.bias is None)
-            groups.setdefault(key, []).append(module)
+            groups.setdefault((*key, *_form(held.get(module))), []).append(module)
     for linears in groups.values():
-        joined = _Linear(linears, kernels)
+        weights = [held.get(linear) or Weight(linear.weight.detach()) for linear in linears]
+        joined = _Linear(linears, weights, kernels)
         if len(linears) == 1:
             parent._modules[names[linears[0]]] = joined
             continue
@@ -478,6 +487,13 @@ def _replace_linears(
             end = begin + linear.out_features
             parent._modules[names[linear]] = _Other(first, begin, end, is_last=linear is linears[-1])
             begin = end
+
+
+def _form(weight: Weight | None) -> tuple[object, ...]:
+    """Return what weights that become one product have in common."""
+    if weight is None:
+        return ()
+    return (*weight.form, weight.block, None if weight.order is None else tuple(weight.order.tolist()))
 
 
 def _replace_experts(module: nn.Module, are_plain: dict[type[nn.Module], bool], kernels: KernelSet) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import RLock
 from typing import Any, cast
@@ -42,8 +42,8 @@ from raypp.models.transformers_layers import (
     num_bytes,
     use_kernels,
 )
-from raypp.models.weight_formats import dense_tensors
-from raypp.models.weights import CheckpointWeights, WeightSource
+from raypp.models.weight_formats import check_shape, quantized_tensors
+from raypp.models.weights import CheckpointWeights, DummyWeights, WeightSource
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.backend import KernelSet, LMHead
 from raypp.ops.kv_cache import LayerCache
@@ -117,6 +117,18 @@ def _name_of_text(name: str) -> str:
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
     return name
+
+
+def _module(name: str) -> str:
+    """Return which module of the language model a weight is of."""
+    return _name_of_text(name).removesuffix(".weight")
+
+
+def _as_parameter(tensor: torch.Tensor) -> nn.Parameter:
+    """Return a parameter that transformers does not draw again."""
+    made = nn.Parameter(tensor, requires_grad=False)
+    made._is_hf_initialized = True  # type: ignore[attr-defined]
+    return made
 
 
 class _Elsewhere(nn.Module):
@@ -229,13 +241,18 @@ class TransformersModel:
 
         transformers.utils.logging.disable_progress_bar()
         model, device_map = self._model, {"": self._device}
+        layers = [layers_of(model)[index] for index in self._own]
+        own = {module for layer in layers for module in layer.modules()}
+        linears = {name: each for name, each in model.named_modules() if type(each) is nn.Linear and each in own}
+        held: dict[nn.Linear, Weight] = {}  # weights of few bits, as they are
         if isinstance(source, CheckpointWeights):
             load = LoadStateDictConfig(
                 weight_mapping=get_model_conversion_mapping(model), dtype=model.dtype, device_map=device_map
             )
-            slices = {_name_of_text(name): tensor for name, tensor in self._slices(source).items()}
+            slices = self._slices(source, linears, held)
             info, _ = convert_and_load_state_dict_in_model(model, slices, load)
             parameters = {name for name, _ in model.named_parameters()} - self._tied
+            parameters -= {f"{name}.weight" for name, module in linears.items() if module in held}
             if missing := sorted(info.missing_keys & parameters):
                 raise ModelLoadError(
                     f"{self._path} lacks tensors",
@@ -243,11 +260,18 @@ class TransformersModel:
                     expected=f"all that {type(model).__name__} has",
                 )
         else:
+            form = self._config.quantization
             for name, parameter in list(model.named_parameters()):
-                if name not in self._tied:
-                    tensor = source.get(name, tuple(parameter.shape), parameter.dtype).to(self._device)
-                    self._set(name, made := nn.Parameter(tensor, requires_grad=False))
-                    made._is_hf_initialized = True  # type: ignore[attr-defined]  # else transformers draws it again
+                module, shape = name.removesuffix(".weight"), tuple(parameter.shape)
+                if form is not None and isinstance(source, DummyWeights) and module in linears and form.covers(module):
+                    weight = source.quantized(module, shape, form)
+                    held[linears[module]] = weight.mapped(lambda part: part.to(self._device))
+                elif name not in self._tied:
+                    tensor = source.get(name, shape, parameter.dtype).to(self._device)
+                    self._set(name, _as_parameter(tensor))
+        for module in held:  # takes no memory, and is replaced by a product of the kernel set
+            nothing = torch.zeros((), dtype=self._dtype, device=self._device)
+            module.weight = _as_parameter(nothing.expand(module.weight.shape))
         for name in self._tied:
             self._set(name, model.get_input_embeddings().weight)
         buffers = {name for name, buffer in model.named_buffers() if buffer.is_meta}
@@ -263,8 +287,7 @@ class TransformersModel:
             path = next(name for name, module in model.named_modules() if module is self._decoder)
             owner, _, self._name = path.rpartition(".")
             self._owner = model.get_submodule(owner)
-        layers = [layers_of(model)[index] for index in self._own]
-        self._waits = use_kernels(self._decoder, layers, self._attentions, self.kernels, self._run_once)
+        self._waits = use_kernels(self._decoder, layers, self._attentions, self.kernels, self._run_once, held)
         if self._device.type == "cpu":  # a file that is replaced later must not change a running engine
             for parameter in model.parameters():
                 parameter.data = parameter.data.clone()
@@ -277,13 +300,25 @@ class TransformersModel:
                 self._waits,
             )
 
-    def _slices(self, source: CheckpointWeights) -> dict[str, Any]:
-        """Return a checkpoint's tensors; what is quantized becomes 16 bits when it is read."""
+    def _slices(
+        self, source: CheckpointWeights, linears: Mapping[str, nn.Linear], held: dict[nn.Linear, Weight]
+    ) -> dict[str, Any]:
+        """Return a checkpoint's tensors, those of few bits as 16; linear layers' of few bits go to `held` instead."""
         slices, quantization = source.slices(), self._config.quantization
-        if quantization is None:
-            return slices
-        dense, used = dense_tensors(slices.keys(), source, quantization, self._dtype, self._device)
-        return {name: tensor for name, tensor in slices.items() if name not in used} | dense
+        if quantization is not None:
+            names = set(slices)
+            if quantization.format == "online_fp8":
+                names = {name for name in slices if (of := _module(name)) in linears and quantization.covers(of)}
+            found, used = quantized_tensors(names, source, quantization, self._dtype, self._device)
+            slices = {name: tensor for name, tensor in slices.items() if name not in used}
+            for name, tensor in found.items():
+                module = linears.get(_module(name))
+                if module is None:
+                    slices[name] = tensor
+                else:
+                    held[module] = tensor.read()
+                    check_shape(name, held[module], (module.out_features, module.in_features))
+        return {_name_of_text(name): tensor for name, tensor in slices.items()}
 
     def _run_once(self) -> torch.Tensor:
         hidden = torch.ones(NUM_TRIED_TOKENS, self.hidden_size, dtype=self._dtype, device=self._device)

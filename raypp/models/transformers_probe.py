@@ -105,7 +105,8 @@ def probe(path: Path, *, trusts_code: bool = False) -> dict[str, Any]:
                 got=f"layer {witness.index}" + (f", {kinds[witness.index]}" if kinds else ""),
                 expected="layers of attention: raypp keeps no recurrent states yet",
             )
-    measured = [_measured(layer, config) for layer in layers]
+    names = {module: name for name, module in model.named_modules()}
+    measured = [_measured(layer, config, names) for layer in layers]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = embedding.weight is head.weight or bool(config.tie_word_embeddings)
     return {
@@ -139,16 +140,18 @@ def _refuse_unknown(model: Any) -> None:
             )
 
 
-def _measured(layer: nn.Module, config: Any) -> MeasuredLayer:
+def _measured(layer: nn.Module, config: Any, names: Mapping[nn.Module, str]) -> MeasuredLayer:
     experts = [parameter for parameter in layer.parameters() if parameter.ndim == 3]
     num_experts = max((len(parameter) for parameter in experts), default=0)
     chosen = next((getattr(config, name) for name in _CHOSEN if getattr(config, name, None)), num_experts)
     of_experts = sum(parameter.numel() for parameter in experts)
+    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
     return MeasuredLayer(
         num_parameters=sum(parameter.numel() for parameter in layer.parameters()) - of_experts,
         num_expert_parameters=of_experts,
         share_chosen=min(1.0, int(chosen) / num_experts) if num_experts else 1.0,
-        mlp_width=max((module.out_features for module in layer.modules() if isinstance(module, nn.Linear)), default=0),
+        linears=tuple((names[module], module.out_features, module.in_features) for module in linears),
+        mlp_width=max((module.out_features for module in linears), default=0),
     )
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from functools import partial
+from operator import itemgetter
 from typing import Protocol
 
 import torch
@@ -142,9 +143,7 @@ def _read_int8(stored: StoredWeight) -> Weight:
 
 def _read_mxfp4(stored: StoredWeight) -> Weight:
     exponents = stored.get("weight_scale", (stored.num_outputs, stored.num_groups), torch.uint8)
-    return Weight(
-        _packed_fp4(stored, "weight_packed"), exponents.view(torch.float8_e8m0fnu).float(), block=stored.block
-    )
+    return Weight(_packed_fp4(stored, "weight_packed"), exponents.view(torch.float8_e8m0fnu), block=stored.block)
 
 
 def _read_nvfp4(stored: StoredWeight) -> Weight:
@@ -219,27 +218,41 @@ def _read_compressed_int4(stored: StoredWeight) -> Weight:
     return Weight(_in_pairs(numbers), scale, zero, stored.block, order)
 
 
-class DenseTensor:
-    """A tensor of weights that a checkpoint stores quantized, as transformers' loader indexes a file's: all at once.
+class QuantizedTensor:
+    """A weight that a checkpoint stores in few bits; indexed all at once, as transformers' loader does, it has 16.
 
     Args:
-        read: Returns the values.
+        read: Returns it.
+        dtype: What it becomes.
     """
 
-    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
-        self._read = read
+    def __init__(self, read: Callable[[], Weight], dtype: torch.dtype) -> None:
+        self.read = read
+        self._dtype = dtype
 
     def __getitem__(self, _: object) -> torch.Tensor:
-        return self._read()
+        return self.read().dequantized(self._dtype)
 
     def get_dtype(self) -> str:
         """Return the type, as safetensors calls it."""
         return "BF16"
 
 
-def dense_tensors(
+class _Experts(QuantizedTensor):
+    """The weights of all experts as gpt-oss has them in 16 bits, [E, K, N]: inputs before outputs."""
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        weight = self.read()
+        shape = len(weight.data), weight.num_inputs, weight.num_outputs
+        whole = torch.empty(shape, dtype=self._dtype, device=weight.data.device)
+        for expert, into in enumerate(whole):
+            into.copy_(weight.mapped(itemgetter(expert)).dequantized(self._dtype).t())
+        return whole
+
+
+def quantized_tensors(
     names: Collection[str], tensors: StoredTensors, quantization: Quantization, dtype: torch.dtype, device: torch.device
-) -> tuple[dict[str, DenseTensor], set[str]]:
+) -> tuple[dict[str, QuantizedTensor], set[str]]:
     """Return a model's quantized weights by the names that they have in 16 bits, and the tensors that they are made of.
 
     What is quantized is what has such tensors, whatever config.json skips.
@@ -248,21 +261,34 @@ def dense_tensors(
         names: Of all tensors.
         tensors: Where they are.
         quantization: How they are stored.
-        dtype: What they become.
-        device: Where that is computed.
+        dtype: What they become in 16 bits.
+        device: Where they go.
     """
-    dense: dict[str, DenseTensor] = {}
+    found: dict[str, QuantizedTensor] = {}
     used: set[str] = set()
+    is_online = quantization.format == "online_fp8"
     for name in names:
         module, _, last = name.rpartition(".")
         if quantization.format == "mxfp4" and last.endswith("_blocks"):
             whole = name.removesuffix("_blocks")
-            dense[whole] = DenseTensor(partial(_dense_experts, tensors, whole, dtype, device))
+            found[whole] = _Experts(partial(_read_experts, tensors, whole, device), dtype)
             used |= {name, f"{whole}_scales"}
-        elif last in _DATA and any(f"{module}.{scale}" in names for scale in _SCALES):
-            dense[f"{module}.weight"] = DenseTensor(partial(_dense, tensors, module, quantization, dtype, device))
+        elif last in _DATA and (is_online or any(f"{module}.{scale}" in names for scale in _SCALES)):
+            read = partial(_read, tensors, module, quantization, dtype, device)
+            found[f"{module}.weight"] = QuantizedTensor(read, dtype)
             used |= {each for end in _PARTS if (each := f"{module}.{end}") in names}
-    return dense, used
+    return found, used
+
+
+def check_shape(name: str, weight: Weight, shape: tuple[int, int]) -> None:
+    """Refuse a weight of another shape than the model needs.
+
+    Raises:
+        ModelLoadError: it has one.
+    """
+    got = [weight.num_outputs, weight.num_inputs]
+    if got != list(shape):
+        raise ModelLoadError(f"weight {name} has the wrong shape", got=got, expected=f"{list(shape)}, by config.json")
 
 
 _DATA = ("weight", "weight_packed", "qweight")
@@ -271,11 +297,11 @@ _OTHERS = ("qzeros", "g_idx", "weight_shape", "weight_g_idx", "weight_zero_point
 _PARTS = (*_DATA, *_SCALES, *_OTHERS, "weight_global_scale", "input_scale", "input_global_scale")
 
 
-def _dense(
+def _read(
     tensors: StoredTensors, module: str, quantization: Quantization, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+) -> Weight:
     shape = _shape(tensors, module, quantization)
-    return StoredWeight(tensors, module, quantization, shape, dtype, device).read().dequantized(dtype)
+    return StoredWeight(tensors, module, quantization, shape, dtype, device).read()
 
 
 def _shape(tensors: StoredTensors, module: str, quantization: Quantization) -> tuple[int, int]:
@@ -294,16 +320,11 @@ def _shape(tensors: StoredTensors, module: str, quantization: Quantization) -> t
     return rows, columns * in_one
 
 
-def _dense_experts(tensors: StoredTensors, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the weights of all experts, [E, K, N]: as gpt-oss has them in 16 bits, inputs before outputs."""
+def _read_experts(tensors: StoredTensors, name: str, device: torch.device) -> Weight:
     shape = tensors.shape_of(f"{name}_blocks") or ()
     blocks = tensors.get(f"{name}_blocks", shape, torch.uint8).to(device).flatten(-2)
     exponents = tensors.get(f"{name}_scales", shape[:-1], torch.uint8).to(device)
-    whole = torch.empty(shape[0], 2 * blocks.shape[-1], shape[1], dtype=dtype, device=device)
-    for into, data, of_data in zip(whole, blocks, exponents, strict=True):
-        weight = Weight(data.view(FP4), of_data.view(torch.float8_e8m0fnu).float(), block=(1, 2 * shape[-1]))
-        into.copy_(weight.dequantized(dtype).t())
-    return whole
+    return Weight(blocks.view(FP4), exponents.view(torch.float8_e8m0fnu), block=(1, 2 * shape[-1]))
 
 
 _READERS: dict[WeightFormat, Callable[[StoredWeight], Weight]] = {

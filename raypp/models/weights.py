@@ -261,6 +261,7 @@ class DummyWeights:
             data = self._repeated(numbers[:, 0] | numbers[:, 1] << 4, (*outer, num_outputs, num_inputs // 2))
             deviation = _FP4_DEVIATION if is_float else math.sqrt((15**2 - 1) / 12)
             data, dtype = (data.view(FP4), torch.float32) if is_float else (data, torch.float16)
+            dtype = torch.float8_e8m0fnu if quantization.format == "mxfp4" else dtype
             zero = torch.full(blocks, 8, dtype=torch.uint8, device=self._device) if quantization.has_zeros else None
             if quantization.has_order:
                 order = torch.randperm(num_inputs, generator=self._generator(f"order/{num_inputs}")).to(self._device)

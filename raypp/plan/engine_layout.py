@@ -169,17 +169,12 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
 
 def _refuse_for_transformers(config: EngineConfig) -> None:
     """Refuse what is for raypp's own layers alone."""
-    head = config.speculative.model
-    for what, asked in (
-        ("a draft head reads hidden states, which", head),
-        ("model.quantization", config.model.quantization),
-    ):
-        if asked is not None:
-            raise ConfigError(
-                f"{what} is for models of raypp's own layers",
-                got=f"{asked}, and a model of transformers' modules",
-                hint="README lists the architectures with layers of raypp's own",
-            )
+    if config.speculative.model is not None:
+        raise ConfigError(
+            "a draft head reads hidden states of raypp's own layers",
+            got=f"{config.speculative.model}, and a model of transformers' modules",
+            hint="README lists the architectures with layers of raypp's own",
+        )
 
 
 def block_bytes_by_group(
@@ -270,18 +265,10 @@ def with_weight_form(
         dtype: Of the activations.
 
     Raises:
-        ConfigError: FP8 is asked for, and the checkpoint has fewer bits already, the GPUs have no such type, or
-            transformers' modules compute the model.
+        ConfigError: FP8 is asked for, and the checkpoint has fewer bits already, or the GPUs have no such type.
     """
     if config.model.quantization is None:
         return model
-    if model.measured is not None:
-        raise ConfigError(
-            "model.quantization asks for FP8, and transformers' modules compute the model",
-            got=f"quantization=fp8, {model.architecture}",
-            expected="a model of raypp's own layers",
-            hint="leave quantization out",
-        )
     if model.quantization is not None and model.quantization.bits != 8:
         raise ConfigError(
             "model.quantization asks for FP8, and the checkpoint's weights are in another form",
@@ -311,7 +298,7 @@ def held_model(model: ModelConfig, hardware: Hardware, *, device: str, dtype: st
     quantization = model.quantization
     if quantization is None:
         return model
-    is_multiplied = model.measured is None and device == "cuda" and dtype != "float32" and has_gpu_product(quantization)
+    is_multiplied = device == "cuda" and dtype != "float32" and has_gpu_product(quantization)
     lacks_type = quantization.bits == 8 and _lacks_fp8(hardware)
     return model if is_multiplied and not lacks_type else replace(model, quantization=None)
 

@@ -30,6 +30,8 @@ NUM_TOKENS = 12
 MOST_LOST = 0.03
 """Of the distance between the best and the mean logit, in the mean over tokens: what bf16 may change. Transformers' own
 bf16 loses 0.011 of gpt-oss: where another expert is chosen, a token loses 0.3."""
+MOST_LOST_OF_FP8 = 0.1
+"""Weights and activations have three bits behind the point."""
 TYPES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 64},
     "qwen3_moe": {"head_dim": 64},
@@ -41,7 +43,7 @@ TYPES: dict[str, dict[str, Any]] = {
 IS_DRY = "dry_report" in sys.modules  # a dry run's numbers mean nothing
 
 
-def plan(path: Path, mode: str) -> EnginePlan:
+def plan(path: Path, mode: str, **more: Any) -> EnginePlan:
     settings: dict[str, Any] = {
         "model_impl": "transformers",
         "mode": mode,
@@ -56,13 +58,14 @@ def plan(path: Path, mode: str) -> EnginePlan:
         "num_kv_blocks": 80,
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
+        **more,
     }
     hardware = Hardware(2, 1 << 34, 1, "this one", 16 << 30, (9, 0))
     return plan_engine(EngineConfig.from_flat(str(path), **settings), hardware)
 
 
-def generate(path: Path, mode: str) -> list[list[int]]:
-    engine = LocalEngine(plan(path, mode))
+def generate(path: Path, mode: str, **more: Any) -> list[list[int]]:
+    engine = LocalEngine(plan(path, mode, **more))
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     first = engine.generate(prompts(), params)  # what is made when it is first needed is made
     with waits_are_errors():
@@ -75,7 +78,19 @@ def generate(path: Path, mode: str) -> list[list[int]]:
 @pytest.mark.parametrize("model_type", TYPES)
 def test_tokens_are_transformers(model_type: str, mode: str, tmp_path: Path) -> None:
     path = make_shrunken(model_type, tmp_path, **TYPES[model_type])
-    outputs = generate(path, mode)
+    assert_likely(path, generate(path, mode), f"{model_type}, {mode}", MOST_LOST)
+
+
+@pytest.mark.parametrize("mode", ["none", "full_and_piecewise"])
+def test_weights_of_8_bits_are_multiplied_as_they_are(mode: str, tmp_path: Path) -> None:
+    path = make_shrunken("qwen3", tmp_path, **TYPES["qwen3"])
+    held = plan(path, mode, quantization="fp8").held_model
+    assert held.quantization is not None
+    assert_likely(path, generate(path, mode, quantization="fp8"), f"qwen3 in FP8, {mode}", MOST_LOST_OF_FP8)
+
+
+def assert_likely(path: Path, outputs: list[list[int]], what: str, most_lost: float) -> None:
+    """Check that tokens are, in the mean, close to transformers' best ones in float32."""
     if IS_DRY:
         return
     auto = transformers.AutoModelForCausalLM
@@ -87,10 +102,8 @@ def test_tokens_are_transformers(model_type: str, mode: str, tmp_path: Path) -> 
         for token, of_token in zip(output, logits[len(prompt) - 1 :].float(), strict=True):
             best = float(of_token.max())
             lost.append((best - float(of_token[token])) / (best - float(of_token.mean())))
-    print(
-        f"{model_type}, {mode}: {statistics.fmean(lost):.4f} of the distance to the best token, {max(lost):.3f} at most"
-    )
-    assert statistics.fmean(lost) < MOST_LOST
+    print(f"{what}: {statistics.fmean(lost):.4f} of the distance to the best token, {max(lost):.3f} at most")
+    assert statistics.fmean(lost) < most_lost
 
 
 def test_what_waits_for_the_device_runs_eagerly(

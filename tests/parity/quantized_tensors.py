@@ -144,6 +144,8 @@ def _four_bit_floats(form: str, weight: torch.Tensor) -> tuple[dict[str, torch.T
     group = 32 if form == "mxfp4" else 16
     positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     whole = float(weight.abs().max() / (6 * 448))
+    multiplies = torch.tensor(whole)  # of modelopt's; compressed-tensors' divides
+    divides = torch.tensor(1 / whole)
     stored, values, packed = [], torch.zeros(weight.shape), []
     for n in range(num_outputs):
         scales, codes = [], []
@@ -155,8 +157,9 @@ def _four_bit_floats(form: str, weight: torch.Tensor) -> tuple[dict[str, torch.T
                 scales.append(exponent + 127)
                 scale = 2.0**exponent
             else:
-                scales.append(float(torch.tensor(wanted / whole).to(torch.float8_e4m3fn)))
-                scale = scales[-1] * whole
+                rounded = torch.tensor(wanted / whole).to(torch.float8_e4m3fn).float()
+                scales.append(float(rounded))
+                scale = float(rounded / divides if form == "nvfp4" else rounded * multiplies)
             for k, value in enumerate(part.tolist()):
                 code = min(range(8), key=lambda one: abs(abs(value) / scale - positive[one]))
                 values[n, start + k] = math.copysign(positive[code] * scale, value)
@@ -168,8 +171,8 @@ def _four_bit_floats(form: str, weight: torch.Tensor) -> tuple[dict[str, torch.T
         return {"weight_packed": data, "weight_scale": torch.tensor(stored, dtype=torch.uint8)}, values
     scale = torch.tensor(stored).to(torch.float8_e4m3fn)
     if form == "nvfp4":
-        return {"weight_packed": data, "weight_scale": scale, "weight_global_scale": torch.tensor([1 / whole])}, values
-    return {"weight": data, "weight_scale": scale, "weight_scale_2": torch.tensor(whole)}, values
+        return {"weight_packed": data, "weight_scale": scale, "weight_global_scale": divides.reshape(1)}, values
+    return {"weight": data, "weight_scale": scale, "weight_scale_2": multiplies}, values
 
 
 def _four_bits(

@@ -118,7 +118,8 @@ def test_greedy_tokens_of_gpt_oss_in_mxfp4(tmp_path):
     assert len(set(texts[0][0])) > 3
 
 
-def test_greedy_tokens_of_weights_rounded_at_load(tmp_path):
+@pytest.mark.parametrize("impl", ["raypp", "transformers"])
+def test_greedy_tokens_of_weights_rounded_at_load(tmp_path, impl):
     source = make_checkpoint("qwen3", 14, tmp_path / "source", min_layers=3)
     plain = load_file(source / "model.safetensors")
     for name, tensor in plain.items():
@@ -128,18 +129,18 @@ def test_greedy_tokens_of_weights_rounded_at_load(tmp_path):
     (tmp_path / "plain").mkdir()
     save_file(plain, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "plain" / "config.json").write_text((source / "config.json").read_text())
-    compare_texts(source, source, tmp_path / "plain", num_stages=2, quantization="fp8")
+    compare_texts(source, source, tmp_path / "plain", num_stages=2, quantization="fp8", model_impl=impl)
 
 
+@pytest.mark.parametrize("impl", ["raypp", "transformers"])
 @pytest.mark.parametrize("form", ["fp8 blocks", "gptq v2 zeros order"])
-def test_dummy_weights_in_a_form(tmp_path, form):
+def test_dummy_weights_in_a_form(tmp_path, form, impl):
     source = make_checkpoint("qwen3", 14, tmp_path / "source", min_layers=3)
     quantize_checkpoint(form, source, tmp_path / "small", tmp_path / "plain")
     texts = []
     for num_stages in (1, 3):
-        config = EngineConfig.from_flat(
-            str(tmp_path / "small"), load_format="dummy", num_stages=num_stages, num_kv_blocks=50, stage_num_threads=1
-        )
+        settings = {"load_format": "dummy", "num_kv_blocks": 50, "stage_num_threads": 1, "model_impl": impl}
+        config = EngineConfig.from_flat(str(tmp_path / "small"), num_stages=num_stages, **settings)
         engine = LocalEngine(plan_engine(config, Hardware(1)))
         texts.append(engine.generate([[5, 6, 7]], [SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)]))
     assert texts[0] == texts[1]

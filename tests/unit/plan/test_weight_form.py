@@ -13,6 +13,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError
 from raypp.models.config import ModelConfig, load_model_config
 from raypp.models.quantization import ONLINE_FP8, Quantization, WeightFormat
+from raypp.models.sizes import layer_sizes
 from raypp.plan.engine_layout import has_gpu_product, held_model
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
@@ -46,11 +47,19 @@ def test_one_in_4_bits_is_a_contradiction(tmp_path: Path) -> None:
         _planned(tmp_path, _GPTQ, quantization="fp8")
 
 
-def test_transformers_modules_have_no_such_products(tmp_path: Path) -> None:
-    assert _planned(tmp_path, _FP8, model_impl="transformers").quantization is not None
-    with pytest.raises(ConfigError) as caught:
-        _planned(tmp_path, None, model_impl="transformers", quantization="fp8")
-    assert caught.value.got == "quantization=fp8, transformers:Qwen3ForCausalLM"
+@pytest.mark.parametrize(("quantized", "settings"), [(_FP8, {}), (None, {"quantization": "fp8"}), (_GPTQ, {})])
+def test_transformers_modules_hold_the_form(
+    tmp_path: Path, quantized: dict[str, object] | None, settings: dict[str, str]
+) -> None:
+    """Their layers have the sizes that raypp's own layers have."""
+    hardware, sizes = Hardware(2, 0, 1, "GPU", 80 << 30, (9, 0)), []
+    for impl in ("raypp", "transformers"):
+        model = _planned(tmp_path, quantized, model_impl=impl, **settings)
+        held = held_model(model, hardware, device="cuda", dtype="bfloat16")
+        sizes.append(sum(size.weight_bytes for size in layer_sizes(held, 2)))
+    assert sizes[0] == sizes[1]
+    whole = sum(size.weight_bytes for size in layer_sizes(replace(model, quantization=None), 2))
+    assert sizes[1] < 0.55 * whole
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4", "int8"])
