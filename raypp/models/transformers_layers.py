@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from raypp.models.attention_config import AttentionConfig
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Rotation
-from raypp.ops.backend import Attention, KernelSet, Projection
+from raypp.ops.backend import SILU, Attention, ExpertWeights, Gate, KernelSet, Projection
 from raypp.ops.kv_cache import LayerCache
 from raypp.ops.weight import Weight, stacked_weights
 
@@ -36,8 +36,9 @@ _LOG = logging.getLogger(__name__)
 ATTENTION = EXPERTS = "raypp"
 _PLACE = "raypp_attention"
 _ROTATION = "apply_rotary_pos_emb"
+Held = Mapping[tuple[nn.Module, str], Weight]
 _PRODUCTS = "raypp_products"
-_OF_EXPERTS = ("gate_up_proj", "down_proj")
+_OF_EXPERTS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 NUM_TRIED_TOKENS = 11
 _OF_MODELS = {"transformers", "transformers_modules"}
 """Folders of transformers' models, and of those whose code comes with their checkpoint."""
@@ -327,10 +328,10 @@ class _Norm(nn.Module):
 class _Experts(nn.Module):
     """The experts of a layer by the kernel set."""
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, kernels: KernelSet) -> None:
+    def __init__(self, weights: ExpertWeights, kernels: KernelSet) -> None:
         super().__init__()
-        self.num_bytes = gate_up.nbytes + down.nbytes
-        self._products = kernels.chosen_experts(Weight(gate_up), Weight(down))
+        self.num_bytes = weights.num_bytes
+        self._products = kernels.chosen_experts(weights)
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self._products(x, experts, weights)
@@ -357,7 +358,7 @@ def use_kernels(
     attentions: Sequence[LayerAttention],
     kernels: KernelSet,
     run: Callable[[], torch.Tensor],
-    held: Mapping[nn.Linear, Weight],
+    held: Held,
 ) -> str | None:
     """Give the kernel set all that it can do of a stage's layers, which have their weights and attend by it.
 
@@ -369,7 +370,7 @@ def use_kernels(
         attentions: Theirs.
         kernels: Of the device.
         run: Runs the layers with `NUM_TRIED_TOKENS` tokens.
-        held: The weights of linear layers that are not in 16 or 32 bits.
+        held: Weights that are not in 16 or 32 bits, by module and parameter.
     """
     global _trial
     inputs: dict[nn.Module, tuple[int, int, torch.Tensor]] = {}
@@ -383,7 +384,7 @@ def use_kernels(
     for source in {sys.modules[type(module).__module__] for layer in layers for module in layer.modules()}:
         _watch_rotation(source)
     offsets: dict[tuple[type[nn.Module], float], float | None] = {}
-    are_plain: dict[type[nn.Module], bool] = {}
+    forms: dict[type[nn.Module], _ExpertForm | None] = {}
     try:
         _trial = _Trial()
         with torch.no_grad():
@@ -393,11 +394,12 @@ def use_kernels(
             for parent in list(model.modules()):
                 _replace_norms(parent, offsets, kernels)
                 _replace_linears(parent, inputs, held, kernels)
-                _replace_experts(parent, are_plain, kernels)
+                _replace_experts(parent, forms, held, kernels)
             inputs.clear()
-            for module in model.modules():  # of a kind of their own, or never called
-                if isinstance(module, nn.Linear) and module in held:
-                    module.weight = nn.Parameter(held[module].dequantized(module.weight.dtype), requires_grad=False)
+            modules = set(model.modules())
+            for (module, name), weight in held.items():
+                if module in modules and name in module._parameters:  # of a kind of its own, or never called
+                    _put_dense(module, name, weight)
             _trial.seen = _Seen()
             run()
             _trial = _Trial(has_kernels=True, heads_by_kernels=False)
@@ -465,7 +467,7 @@ def _offset_of(module: nn.Module, eps: float) -> float | None:
 def _replace_linears(
     parent: nn.Module,
     inputs: Mapping[nn.Module, tuple[int, int, torch.Tensor]],
-    held: Mapping[nn.Linear, Weight],
+    held: Held,
     kernels: KernelSet,
 ) -> None:
     """Replace the linear layers of a module; those of the same input, in the order of their calls, by one."""
@@ -474,9 +476,9 @@ def _replace_linears(
     for module, (place, version, _) in inputs.items():
         if isinstance(module, nn.Linear) and module in names:
             key = (place, version, module.weight.shape[1], module.weight.dtype, module.bias is None)
-            groups.setdefault((*key, *_form(held.get(module))), []).append(module)
+            groups.setdefault((*key, *_form(held.get((module, "weight")))), []).append(module)
     for linears in groups.values():
-        weights = [held.get(linear) or Weight(linear.weight.detach()) for linear in linears]
+        weights = [held.get((linear, "weight")) or Weight(linear.weight.detach()) for linear in linears]
         joined = _Linear(linears, weights, kernels)
         if len(linears) == 1:
             parent._modules[names[linears[0]]] = joined
@@ -496,35 +498,86 @@ def _form(weight: Weight | None) -> tuple[object, ...]:
     return (*weight.form, weight.block, None if weight.order is None else tuple(weight.order.tolist()))
 
 
-def _replace_experts(module: nn.Module, are_plain: dict[type[nn.Module], bool], kernels: KernelSet) -> None:
-    gate_up, down = (module._parameters.get(name) for name in _OF_EXPERTS)
-    if gate_up is None or down is None or len(list(module.parameters())) > 2:
-        return
-    if gate_up.ndim != 3 or gate_up.shape != (len(down), 2 * down.shape[2], down.shape[1]):
-        return
-    if type(module) not in are_plain:
-        are_plain[type(module)] = _are_plain(module, len(down))
-    if are_plain[type(module)]:
-        module.add_module(_PRODUCTS, _Experts(gate_up.detach(), down.detach(), kernels))
-        module._parameters.clear()
+def _put_dense(module: nn.Module, name: str, weight: Weight) -> None:
+    """Give a module a weight in its own type; inputs before outputs where its shape says so."""
+    parameter = getattr(module, name)
+    dense = weight.dequantized(parameter.dtype)
+    dense = dense if dense.shape == parameter.shape else dense.transpose(-2, -1).contiguous()
+    setattr(module, name, nn.Parameter(dense, requires_grad=False))
 
 
-def _are_plain(module: nn.Module, num_experts: int) -> bool:
-    """Return whether a module's experts compute down(silu(gate) * up)."""
+class _ExpertForm(NamedTuple):
+    """What the experts of a class of modules compute, and how their weights lie."""
+
+    gate: Gate
+    is_interleaved: bool  # outputs of gate and up take turns
+    is_transposed: bool  # inputs come before outputs
+
+    def weight(self, stored: torch.Tensor | Weight, *, is_gated: bool) -> Weight:
+        """Return a weight as the kernel set takes it; of few bits it has outputs before inputs already."""
+        if isinstance(stored, torch.Tensor):
+            stored = Weight(stored.transpose(1, 2).contiguous() if self.is_transposed else stored)
+        return stored.mapped(self._gate_first) if is_gated and self.is_interleaved else stored
+
+    def bias(self, bias: torch.Tensor | None, *, is_gated: bool) -> torch.Tensor | None:
+        """Return a bias the same way."""
+        return self._gate_first(bias) if bias is not None and is_gated and self.is_interleaved else bias
+
+    def _gate_first(self, part: torch.Tensor) -> torch.Tensor:
+        return torch.cat((part[:, ::2], part[:, 1::2]), 1)
+
+
+def _replace_experts(
+    module: nn.Module, forms: dict[type[nn.Module], _ExpertForm | None], held: Held, kernels: KernelSet
+) -> None:
+    parameters = {name: parameter.detach() for name, parameter in module._parameters.items() if parameter is not None}
+    gate_up, down, bias, down_bias = (parameters.get(name) for name in _OF_EXPERTS)
+    if gate_up is None or down is None or gate_up.ndim != 3 or parameters.keys() - set(_OF_EXPERTS):
+        return
+    if type(module) not in forms:
+        forms[type(module)] = _form_of_experts(module, len(down), has_bias=bias is not None)
+    form = forms[type(module)]
+    if form is None:
+        return
+    weights = ExpertWeights(
+        form.weight(held.get((module, _OF_EXPERTS[0]), gate_up), is_gated=True),
+        form.weight(held.get((module, _OF_EXPERTS[1]), down), is_gated=False),
+        form.bias(bias, is_gated=True),
+        form.bias(down_bias, is_gated=False),
+        form.gate,
+    )
+    module.add_module(_PRODUCTS, _Experts(weights, kernels))
+    module._parameters.clear()
+
+
+def _form_of_experts(module: nn.Module, num_experts: int, *, has_bias: bool) -> _ExpertForm | None:
+    """Return which known form gives what a module's experts compute of small random weights; None: none does."""
     hidden, inner, tried = 8, 16, copy.copy(module)
-    gate_up, down = torch.randn(num_experts, 2 * inner, hidden), torch.randn(num_experts, hidden, inner)
-    parameters = (nn.Parameter(each, requires_grad=False) for each in (gate_up, down))
-    tried._parameters = dict(zip(_OF_EXPERTS, parameters, strict=True))
+    shapes = (num_experts, 2 * inner, hidden), (num_experts, hidden, inner)
+    tensors = [torch.randn(shape) for shape in shapes] + [torch.randn(shape[:2]) for shape in shapes if has_bias]
+    is_transposed = bool(getattr(module, "is_transposed", False))
+    stored = [each.transpose(1, 2) if is_transposed and each.ndim == 3 else each for each in tensors]
+    tried._parameters = {
+        name: nn.Parameter(each, requires_grad=False) for name, each in zip(_OF_EXPERTS, stored, strict=False)
+    }
     x = 6 * torch.randn(4, hidden)  # large enough for limits to show
     experts, weights = torch.randn(4, num_experts).topk(min(2, num_experts)).indices, torch.rand(4, min(2, num_experts))
     try:
         found = grouped_mm_experts_forward(tried, x, experts, weights)
     except Exception:  # it needs something else
-        return False
-    between = torch.einsum("th,tkoh->tko", x, gate_up[experts])
-    between = nn.functional.silu(between[..., :inner]) * between[..., inner:]
-    expected = (torch.einsum("tki,tkhi->tkh", between, down[experts]) * weights.unsqueeze(2)).sum(1)
-    return torch.allclose(found, expected, 1e-3, 1e-3 * float(expected.abs().max()))
+        return None
+    alpha, limit = (getattr(module, name, None) for name in ("alpha", "limit"))
+    gates = [SILU, *([Gate(alpha, limit, 1.0)] if isinstance(alpha, float) and isinstance(limit, float) else [])]
+    for form in (_ExpertForm(gate, pairs, is_transposed) for gate in gates for pairs in (False, True)):
+        gate_up, down = (form.weight(each, is_gated=not i).data for i, each in enumerate(stored[:2]))
+        bias, down_bias = (form.bias(each, is_gated=not i) for i, each in enumerate((*stored[2:], None, None)[:2]))
+        between = torch.einsum("th,tkoh->tko", x, gate_up[experts]) + (0 if bias is None else bias[experts])
+        between = form.gate(*between.chunk(2, -1))
+        y = torch.einsum("tki,tkhi->tkh", between, down[experts]) + (0 if down_bias is None else down_bias[experts])
+        expected = (y * weights.unsqueeze(2)).sum(1)
+        if torch.allclose(found, expected, 1e-3, 1e-3 * float(expected.abs().max())):
+            return form
+    return None
 
 
 _WATCHED: set[Callable[..., Any]] = set()

@@ -32,6 +32,7 @@ from raypp.errors import ModelLoadError
 from raypp.graphs.cost import GRAPH_MODES, GraphCost, GraphMode
 from raypp.models.config import ModelConfig
 from raypp.models.decoder import Deepstack
+from raypp.models.quantization import Quantization
 from raypp.models.transformers_layers import (
     ATTENTION,
     EXPERTS,
@@ -119,9 +120,9 @@ def _name_of_text(name: str) -> str:
     return name
 
 
-def _module(name: str) -> str:
-    """Return which module of the language model a weight is of."""
-    return _name_of_text(name).removesuffix(".weight")
+def _covers(form: Quantization, name: str) -> bool:
+    """Return whether a form is that of a parameter: of a linear layer, or of all experts as one."""
+    return form.covers(name.removesuffix(".weight")) and name.endswith(".weight") != (form.format == "mxfp4")
 
 
 def _as_parameter(tensor: torch.Tensor) -> nn.Parameter:
@@ -243,16 +244,25 @@ class TransformersModel:
         model, device_map = self._model, {"": self._device}
         layers = [layers_of(model)[index] for index in self._own]
         own = {module for layer in layers for module in layer.modules()}
-        linears = {name: each for name, each in model.named_modules() if type(each) is nn.Linear and each in own}
-        held: dict[nn.Linear, Weight] = {}  # weights of few bits, as they are
+        places = {
+            name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, parameter in model.named_parameters()
+            if parameter.ndim == 3 or name.endswith(".weight")
+        }
+        places = {
+            name: (module, last)
+            for name, (module, last) in places.items()
+            if module in own and (type(module) is nn.Linear or getattr(module, last).ndim == 3)
+        }
+        held: dict[tuple[nn.Module, str], Weight] = {}  # weights of few bits, as they are
         if isinstance(source, CheckpointWeights):
             load = LoadStateDictConfig(
                 weight_mapping=get_model_conversion_mapping(model), dtype=model.dtype, device_map=device_map
             )
-            slices = self._slices(source, linears, held)
+            slices = self._slices(source, places, held)
             info, _ = convert_and_load_state_dict_in_model(model, slices, load)
             parameters = {name for name, _ in model.named_parameters()} - self._tied
-            parameters -= {f"{name}.weight" for name, module in linears.items() if module in held}
+            parameters -= {name for name, place in places.items() if place in held}
             if missing := sorted(info.missing_keys & parameters):
                 raise ModelLoadError(
                     f"{self._path} lacks tensors",
@@ -262,16 +272,19 @@ class TransformersModel:
         else:
             form = self._config.quantization
             for name, parameter in list(model.named_parameters()):
-                module, shape = name.removesuffix(".weight"), tuple(parameter.shape)
-                if form is not None and isinstance(source, DummyWeights) and module in linears and form.covers(module):
-                    weight = source.quantized(module, shape, form)
-                    held[linears[module]] = weight.mapped(lambda part: part.to(self._device))
+                shape = tuple(parameter.shape)
+                if form is not None and isinstance(source, DummyWeights) and name in places and _covers(form, name):
+                    module, _ = places[name]
+                    if getattr(module, "is_transposed", False):
+                        shape = (*shape[:-2], shape[-1], shape[-2])
+                    weight = source.quantized(name, shape, form)
+                    held[places[name]] = weight.mapped(lambda part: part.to(self._device))
                 elif name not in self._tied:
                     tensor = source.get(name, shape, parameter.dtype).to(self._device)
                     self._set(name, _as_parameter(tensor))
-        for module in held:  # takes no memory, and is replaced by a product of the kernel set
+        for module, name in held:  # takes no memory, and is replaced by a product of the kernel set
             nothing = torch.zeros((), dtype=self._dtype, device=self._device)
-            module.weight = _as_parameter(nothing.expand(module.weight.shape))
+            setattr(module, name, _as_parameter(nothing.expand(getattr(module, name).shape)))
         for name in self._tied:
             self._set(name, model.get_input_embeddings().weight)
         buffers = {name for name, buffer in model.named_buffers() if buffer.is_meta}
@@ -301,23 +314,26 @@ class TransformersModel:
             )
 
     def _slices(
-        self, source: CheckpointWeights, linears: Mapping[str, nn.Linear], held: dict[nn.Linear, Weight]
+        self,
+        source: CheckpointWeights,
+        places: Mapping[str, tuple[nn.Module, str]],
+        held: dict[tuple[nn.Module, str], Weight],
     ) -> dict[str, Any]:
-        """Return a checkpoint's tensors, those of few bits as 16; linear layers' of few bits go to `held` instead."""
-        slices, quantization = source.slices(), self._config.quantization
-        if quantization is not None:
+        """Return a checkpoint's tensors; weights of few bits that have a place go to `held` instead."""
+        slices, form = source.slices(), self._config.quantization
+        if form is not None:
             names = set(slices)
-            if quantization.format == "online_fp8":
-                names = {name for name in slices if (of := _module(name)) in linears and quantization.covers(of)}
-            found, used = quantized_tensors(names, source, quantization, self._dtype, self._device)
+            if form.format == "online_fp8":
+                names = {name for name in slices if (own := _name_of_text(name)) in places and _covers(form, own)}
+            found, used = quantized_tensors(names, source, form, self._dtype, self._device)
             slices = {name: tensor for name, tensor in slices.items() if name not in used}
             for name, tensor in found.items():
-                module = linears.get(_module(name))
-                if module is None:
+                place = places.get(_name_of_text(name))
+                if place is None:
                     slices[name] = tensor
                 else:
-                    held[module] = tensor.read()
-                    check_shape(name, held[module], (module.out_features, module.in_features))
+                    held[place] = tensor.read()
+                    check_shape(name, held[place], tuple(getattr(*place).shape))
         return {_name_of_text(name): tensor for name, tensor in slices.items()}
 
     def _run_once(self) -> torch.Tensor:

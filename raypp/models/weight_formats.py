@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from functools import partial
-from operator import itemgetter
 from typing import Protocol
 
 import torch
@@ -238,18 +237,6 @@ class QuantizedTensor:
         return "BF16"
 
 
-class _Experts(QuantizedTensor):
-    """The weights of all experts as gpt-oss has them in 16 bits, [E, K, N]: inputs before outputs."""
-
-    def __getitem__(self, _: object) -> torch.Tensor:
-        weight = self.read()
-        shape = len(weight.data), weight.num_inputs, weight.num_outputs
-        whole = torch.empty(shape, dtype=self._dtype, device=weight.data.device)
-        for expert, into in enumerate(whole):
-            into.copy_(weight.mapped(itemgetter(expert)).dequantized(self._dtype).t())
-        return whole
-
-
 def quantized_tensors(
     names: Collection[str], tensors: StoredTensors, quantization: Quantization, dtype: torch.dtype, device: torch.device
 ) -> tuple[dict[str, QuantizedTensor], set[str]]:
@@ -271,7 +258,7 @@ def quantized_tensors(
         module, _, last = name.rpartition(".")
         if quantization.format == "mxfp4" and last.endswith("_blocks"):
             whole = name.removesuffix("_blocks")
-            found[whole] = _Experts(partial(_read_experts, tensors, whole, device), dtype)
+            found[whole] = QuantizedTensor(partial(_read_experts, tensors, whole, device), dtype)
             used |= {name, f"{whole}_scales"}
         elif last in _DATA and (is_online or any(f"{module}.{scale}" in names for scale in _SCALES)):
             read = partial(_read, tensors, module, quantization, dtype, device)
@@ -280,15 +267,16 @@ def quantized_tensors(
     return found, used
 
 
-def check_shape(name: str, weight: Weight, shape: tuple[int, int]) -> None:
-    """Refuse a weight of another shape than the model needs.
+def check_shape(name: str, weight: Weight, shape: tuple[int, ...]) -> None:
+    """Refuse a weight of another shape than the model needs, outputs before inputs or after them.
 
     Raises:
         ModelLoadError: it has one.
     """
-    got = [weight.num_outputs, weight.num_inputs]
-    if got != list(shape):
-        raise ModelLoadError(f"weight {name} has the wrong shape", got=got, expected=f"{list(shape)}, by config.json")
+    got = (*weight.data.shape[:-2], weight.num_outputs, weight.num_inputs)
+    if shape != got and (len(got) < 3 or shape != (*got[:-2], *got[:-3:-1])):
+        expected = f"{list(shape)}, by config.json"
+        raise ModelLoadError(f"weight {name} has the wrong shape", got=list(got), expected=expected)
 
 
 _DATA = ("weight", "weight_packed", "qweight")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads, Rotation
 from raypp.ops.kv_cache import LayerCache
@@ -62,7 +63,7 @@ class ChosenExperts(Protocol):
     """Experts of a sparse MLP, without a norm before and a residual stream behind them."""
 
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the sum of w_e down_e(silu(gate_e(x)) * up_e(x)) over a token's experts e, [T, H].
+        """Return the sum of w_e down_e(gate(gate_e(x), up_e(x))) over a token's experts e, [T, H].
 
         Shapes: x [T, H]; experts [T, k] of integers; weights [T, k].
         """
@@ -88,6 +89,49 @@ class Attention(Protocol):
 
     def append(self, qkv: torch.Tensor, rope: Rotation, cache: LayerCache, slot_mapping: torch.Tensor) -> None:
         """Only write the cache, as a call does. Never waits for the device. Shapes: slot_mapping [T] int64."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How the two halves of an expert's first product become one: (up + offset) * gate * sigmoid(alpha * gate).
+
+    Args:
+        alpha: See above.
+        limit: The most of a gate, and of up in both directions; None: any.
+        offset: See above.
+    """
+
+    alpha: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Return both as one, of their type. Shapes: alike."""
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        if self == SILU:
+            return F.silu(gate) * up
+        return (up + self.offset) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+SILU = Gate()
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertWeights:
+    """The weights of E experts."""
+
+    gate_up: Weight  # [E, 2 I, H], the gate first
+    down: Weight  # [E, H, I]
+    gate_up_bias: torch.Tensor | None = None  # [E, 2 I]
+    down_bias: torch.Tensor | None = None  # [E, H]; with the other or without
+    gate: Gate = SILU
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all."""
+        biases = (self.gate_up_bias, self.down_bias)
+        return self.gate_up.num_bytes + self.down.num_bytes + sum(bias.nbytes for bias in biases if bias is not None)
 
 
 class KernelSet(Protocol):
@@ -168,8 +212,8 @@ class KernelSet(Protocol):
         router [E, H]; gate_up [E, 2 I, H], the gate first; down [E, H, I].
         """
 
-    def chosen_experts(self, gate_up: Weight, down: Weight) -> ChosenExperts:
-        """Return the experts by themselves, for tokens whose experts are chosen. Shapes: as those of `experts`."""
+    def chosen_experts(self, weights: ExpertWeights) -> ChosenExperts:
+        """Return the experts by themselves, for tokens whose experts are chosen."""
 
     def lm_head(
         self,

@@ -19,7 +19,7 @@ from scipy import stats
 
 from raypp.ops import vision
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
-from raypp.ops.backend import KernelSet, Routing, choose_experts
+from raypp.ops.backend import ExpertWeights, Gate, KernelSet, Routing, choose_experts
 from raypp.ops.block_store import Planes, TorchBlockMover
 from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.cuda import between_products
@@ -45,7 +45,7 @@ from raypp.ops.sample.draw_sizes import MAX_REPORTED
 from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Adjustments, PositionMasks, RowTables, Widths
 from raypp.ops.sample.token_choice import mask_truncated, sample, sample_greedy, top_logprobs
 from raypp.ops.sample.token_history import TokenHistory
-from raypp.ops.weight import Weight, WeightKind, quantize_rows
+from raypp.ops.weight import FP4, Weight, WeightKind, quantize_rows
 from raypp.row_params import Needs
 from raypp.specdec.table_bytes import row_tokens_width
 
@@ -1044,6 +1044,8 @@ def random_weight(
     if kind == "fp8":
         return Weight(kernels.normal(*shape).to(torch.float8_e4m3fn), scale, block=block)
     codes = torch.randint(0, 256, (num_experts, num_outputs, num_inputs // 2), device=DEVICE, dtype=torch.uint8)
+    if kind == "fp4":
+        return Weight(codes.view(FP4), (scale / 3).to(torch.float8_e8m0fnu), block=block)
     zero = torch.randint(0, 16, scales, device=DEVICE, dtype=torch.uint8) if has_zero else None
     return Weight(codes, (scale / 5).to(kernels.dtype), zero, block)
 
@@ -1094,6 +1096,29 @@ def check_experts(
         spoilt = x.clone()
         spoilt[0] = torch.nan
         assert torch.equal(run(spoilt)[1:], got[1:])
+
+
+def check_chosen_experts(
+    dtype: torch.dtype, num_tokens: int, shape: ExpertShape, *, block: tuple[int, int] = (1, 32)
+) -> None:
+    """Experts with biases and gpt-oss's gate equal plain torch in float32."""
+    kernels = Kernels(dtype, seed=num_tokens)
+    experts, hidden, inner = shape.num_experts, shape.hidden, shape.intermediate
+    x = 3 * kernels.normal(num_tokens, hidden)  # so that limits are met
+    gate_up = random_weight(kernels, (experts, 2 * inner, hidden), shape.kinds[0], block)
+    down = random_weight(kernels, (experts, hidden, inner), shape.kinds[1], block)
+    biases = kernels.normal(experts, 2 * inner), kernels.normal(experts, hidden)
+    weights = ExpertWeights(gate_up, down, *biases, Gate(1.702, 2.0, 1.0))
+    chosen = torch.rand(num_tokens, experts, device=DEVICE).topk(shape.num_chosen).indices
+    shares = torch.rand(num_tokens, shape.num_chosen, device=DEVICE)
+    kernel_set = CudaKernels(DEVICE, dtype, block_size=16, max_query_len=1, num_ring_entries=1)
+    got = kernel_set.chosen_experts(weights)(x, chosen, shares)
+    matrices = [weight.dequantized(torch.float32)[chosen] for weight in (gate_up, down)]
+    between = torch.einsum("th,tkoh->tko", x.float(), matrices[0]) + biases[0].float()[chosen]
+    y = torch.einsum("tki,tkhi->tkh", weights.gate(*between.chunk(2, -1)), matrices[1]) + biases[1].float()[chosen]
+    expected = (y * shares.unsqueeze(2)).sum(1)
+    error = 4 * TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
+    torch.testing.assert_close(got.float(), expected, atol=error, rtol=0)
 
 
 def check_routing(num_tokens: int, num_experts: int, routing: Routing) -> None:

@@ -129,13 +129,26 @@ def test_experts(shape, num_tokens):
 @pytest.mark.parametrize("num_tokens", [1, 5, 40, 700])
 @pytest.mark.parametrize(
     ("kind", "block"),
-    [("fp8", (128, 128)), ("fp8", (1, 1 << 20)), ("int4", (1, 128)), ("int4", (1, 32)), ("int4", (1, 64))],
+    [
+        ("fp8", (128, 128)),
+        ("fp8", (1, 1 << 20)),
+        ("int4", (1, 128)),
+        ("int4", (1, 32)),
+        ("int4", (1, 64)),
+        ("fp4", (1, 32)),
+    ],
 )
 def test_experts_in_fewer_bits(kind, block, num_tokens):
     for shape in EXPERT_SHAPES:
         blocks = tuple((block[0], min(block[1], inputs)) for inputs in (shape.hidden, shape.intermediate))
         shape = replace(shape, kinds=(kind, kind))
         checks.check_experts(BF16, num_tokens, shape, blocks=blocks, has_zero=kind == "int4" and block[1] > 32)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 40, 700])
+@pytest.mark.parametrize("kind", ["plain", "fp4"])
+def test_experts_with_biases_and_limits(kind, num_tokens):
+    checks.check_chosen_experts(BF16, num_tokens, ExpertShape(2880, 2880, 32, 4, (kind, kind)))
 
 
 @pytest.mark.parametrize("tile_rows", [0, 8, 16, 64])

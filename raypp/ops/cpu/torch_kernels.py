@@ -11,7 +11,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads, Rotation, apply_rotary, rotation, signed
-from raypp.ops.backend import AddedProjection, JoinedProjection, LMHead, Projection, Routing, choose_experts
+from raypp.ops.backend import (
+    AddedProjection,
+    ExpertWeights,
+    Gate,
+    JoinedProjection,
+    LMHead,
+    Projection,
+    Routing,
+    choose_experts,
+)
 from raypp.ops.break_point import break_point
 from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.kv_cache import LayerCache, as_cached, cache_rows, write_kv_cache
@@ -90,13 +99,18 @@ class TorchKernels:
         down: Weight,
         routing: Routing,
     ) -> TorchExperts:
-        return TorchExperts(RMSNorm(norm_weight, eps), router, self.chosen_experts(gate_up, down), routing)
+        products = self.chosen_experts(ExpertWeights(gate_up, down))
+        return TorchExperts(RMSNorm(norm_weight, eps), router, products, routing)
 
-    def chosen_experts(self, gate_up: Weight, down: Weight) -> TorchChosenExperts:
+    def chosen_experts(self, weights: ExpertWeights) -> TorchChosenExperts:
         gate_ups, downs = (
-            [self.linear(Weight(matrix)) for matrix in weight.dequantized(self._dtype)] for weight in (gate_up, down)
+            [
+                self.linear(Weight(matrix), None if biases is None else biases[expert])
+                for expert, matrix in enumerate(weight.dequantized(self._dtype))
+            ]
+            for weight, biases in ((weights.gate_up, weights.gate_up_bias), (weights.down, weights.down_bias))
         )
-        return TorchChosenExperts(gate_ups, downs)
+        return TorchChosenExperts(gate_ups, downs, weights.gate)
 
     def lm_head(
         self,
@@ -229,11 +243,13 @@ class TorchChosenExperts:
     Args:
         gate_up: [2 I, H] of each expert, the gate first.
         down: [H, I] of each expert.
+        gate: Between them.
     """
 
-    def __init__(self, gate_up: list[Linear], down: list[Linear]) -> None:
+    def __init__(self, gate_up: list[Linear], down: list[Linear], gate: Gate) -> None:
         self._gate_up = gate_up
         self._down = down
+        self._gate = gate
 
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
@@ -249,7 +265,7 @@ class TorchChosenExperts:
         by_expert = experts.flatten().argsort(stable=True)
         counts = torch.bincount(experts.flatten(), minlength=len(self._down)).tolist()
         rows = x.index_select(0, by_expert // num_chosen)
-        y = _each(self._down, silu_and_mul(_each(self._gate_up, rows, counts)), counts)
+        y = _each(self._down, self._gate(*_each(self._gate_up, rows, counts).chunk(2, -1)), counts)
         of_pairs = torch.empty_like(y).index_copy_(0, by_expert, y).view(num_tokens, num_chosen, -1)
         out.copy_((of_pairs * weights.unsqueeze(2)).sum(1))
 

@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads, HeadsKind, Rotation
-from raypp.ops.backend import AddedProjection, Experts, JoinedProjection, LMHead, Projection, Routing
+from raypp.ops.backend import (
+    AddedProjection,
+    Experts,
+    ExpertWeights,
+    JoinedProjection,
+    LMHead,
+    Projection,
+    Routing,
+)
 from raypp.ops.cuda.between_products import join_norms, narrow, rms_norm, silu_and_mul
 from raypp.ops.cuda.experts import CudaChosenExperts, CudaExperts
 from raypp.ops.cuda.heads import rotation_table
@@ -149,8 +157,8 @@ class CudaKernels:
         router = router.to(self._dtype)
         return CudaExperts(norm_weight, eps, router, gate_up, down, routing, self._device, self._workspace)
 
-    def chosen_experts(self, gate_up: Weight, down: Weight) -> CudaChosenExperts:
-        return CudaChosenExperts(gate_up, down, self._dtype, self._device)
+    def chosen_experts(self, weights: ExpertWeights) -> CudaChosenExperts:
+        return CudaChosenExperts(weights, self._dtype, self._device)
 
     def lm_head(
         self,

@@ -8,6 +8,7 @@
 
 The first way converts weights in fewer bits element by element, exactly. Tensor cores multiply 8 bits with tokens in 8
 bits, and 4 bits as 16 bits: 128 + code is a float whose last bits are the code. Either is scaled by group of inputs.
+Floats of 4 bits go the way of integers of 4 bits: they have the bits of a float16, 2^14 times as small.
 
 Experts of `down` are known since the launch before the last: their weights are loaded before the previous kernel has
 finished (see `raypp.ops.cuda.kernel_launch`).
@@ -23,7 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.cuda.between_products import silu
+from raypp.ops.backend import SILU, Gate
+from raypp.ops.cuda.between_products import fp4_value, silu
 from raypp.ops.cuda.kernel_launch import Device, fence_shared, start
 from raypp.ops.cuda.projection import Tuning
 from raypp.ops.cuda.router_kernels import SCALED, Arranged, Inputs, Routed, placed
@@ -44,7 +46,14 @@ def has_kernel(weight: Weight, dtype: torch.dtype, device: Device) -> bool:
         return False
     if weight.kind == "fp8":
         return device.has_fp8 and (is_one or columns % SCALED == 0)
+    if weight.kind == "int8":
+        return False
     return rows == 1 and (is_one or columns in (32, 64) or columns % SCALED == 0)
+
+
+def layout_of(kind: WeightKind) -> WeightKind:
+    """Return the kind whose kernels multiply a kind."""
+    return "int4" if kind == "fp4" else kind
 
 
 def group_inputs(weight: Weight) -> int:
@@ -59,13 +68,16 @@ def gate_up_few(
     norm_weight: torch.Tensor | None,
     eps: float,
     weight: Weight,
+    bias: torch.Tensor | None,
+    gate: Gate,
     routed: Routed,
     tuning: Tuning,
     device: Device,
 ) -> torch.Tensor:
-    """Return silu(gate) * up of norm(x) for each pair, [T * k, I].
+    """Return gate and up of norm(x) as one for each pair, [T * k, I].
 
-    Shapes: x [T, H] contiguous; norm_weight [H], None: x as it is; weight [E, 2 I, H] contiguous, the gate first.
+    Shapes: x [T, H] contiguous; norm_weight [H], None: x as it is; weight [E, 2 I, H] contiguous, the gate first; bias
+    [E, 2 I].
     """
     num_pairs, num_outputs, num_inputs = routed.experts.numel(), weight.num_outputs // 2, weight.num_inputs
     y = torch.empty(num_pairs, num_outputs, dtype=x.dtype, device=x.device)
@@ -75,11 +87,14 @@ def gate_up_few(
         x if norm_weight is None else norm_weight,
         eps,
         *_tensors(weight),
+        x if bias is None else bias,
         routed.experts,
         y,
         num_outputs,
         num_inputs,
         **_form(weight),
+        **_constants(gate),
+        HAS_BIAS=bias is not None,
         HAS_NORM=norm_weight is not None,
         CHOSEN=routed.experts.shape[1],
         OUTPUTS=tuning.outputs,
@@ -94,11 +109,17 @@ def gate_up_few(
 
 
 def down_few(
-    x: torch.Tensor, residual: torch.Tensor, weight: Weight, routed: Routed, tuning: Tuning, device: Device
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    routed: Routed,
+    tuning: Tuning,
+    device: Device,
 ) -> torch.Tensor:
     """Return residual + the weighted sum of a token's products, [T, H].
 
-    Shapes: x [T * k, I] contiguous; residual [T, H], left as it is; weight [E, H, I] contiguous.
+    Shapes: x [T * k, I] contiguous; residual [T, H], left as it is; weight [E, H, I] contiguous; bias [E, H].
     """
     (num_tokens, chosen), (num_outputs, num_inputs) = routed.experts.shape, (weight.num_outputs, weight.num_inputs)
     y = torch.empty_like(residual)
@@ -106,6 +127,7 @@ def down_few(
     _down_few[(triton.cdiv(num_outputs, tuning.outputs), num_tokens)](
         x,
         *_tensors(weight),
+        x if bias is None else bias,
         routed.experts,
         routed.weights,
         residual,
@@ -113,6 +135,7 @@ def down_few(
         num_outputs,
         num_inputs,
         **_form(weight),
+        HAS_BIAS=bias is not None,
         CHOSEN=chosen,
         CHOSEN_PADDED=triton.next_power_of_2(chosen),
         OUTPUTS=tuning.outputs,
@@ -128,6 +151,8 @@ def down_few(
 
 def gate_up_tiles(
     weight: Weight,
+    bias: torch.Tensor | None,
+    gate: Gate,
     arranged: Arranged,
     num_chosen: int,
     next_kind: WeightKind,
@@ -135,12 +160,14 @@ def gate_up_tiles(
     tuning: Tuning,
     device: Device,
 ) -> Inputs:
-    """Return silu(gate) * up for each pair, [T * k, I], in the order of `arranged.pairs`, for a weight of `next_kind`.
+    """Return gate and up as one for each pair, [T * k, I], in the order of `arranged.pairs`, for a `next_kind`.
 
-    Shapes: weight [E, 2 I, H] contiguous, the gate first.
+    Shapes: weight [E, 2 I, H] contiguous, the gate first; bias [E, 2 I].
 
     Args:
         weight: Of the product.
+        bias: Of the product.
+        gate: How gate and up become one.
         arranged: The pairs.
         num_chosen: k.
         next_kind: Of the weight that the result is multiplied with. With fp8 a program has 128 outputs.
@@ -149,19 +176,26 @@ def gate_up_tiles(
         device: Where it runs.
     """
     y = Inputs.empty(len(arranged.pairs), weight.num_outputs // 2, next_kind, like)
-    _launch_tiles(arranged.normed, weight, arranged, y, num_chosen, next_kind, tuning, device, is_gated=True)
+    _launch_tiles(arranged.normed, weight, bias, arranged, y, num_chosen, next_kind, tuning, device, gate)
     return y
 
 
 def down_tiles(
-    x: Inputs, weight: Weight, arranged: Arranged, num_chosen: int, like: torch.Tensor, tuning: Tuning, device: Device
+    x: Inputs,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    arranged: Arranged,
+    num_chosen: int,
+    like: torch.Tensor,
+    tuning: Tuning,
+    device: Device,
 ) -> torch.Tensor:
     """Return each pair's product, [T * k, H], in the order of their numbers, in the type of `like`.
 
-    Shapes: x [T * k, I], in the order of `arranged.pairs`; weight [E, H, I] contiguous.
+    Shapes: x [T * k, I], in the order of `arranged.pairs`; weight [E, H, I] contiguous; bias [E, H].
     """
     y = Inputs.empty(len(x.values), weight.num_outputs, "plain", like)
-    _launch_tiles(x, weight, arranged, y, num_chosen, "plain", tuning, device, is_gated=False)
+    _launch_tiles(x, weight, bias, arranged, y, num_chosen, "plain", tuning, device)
     return y.values
 
 
@@ -188,26 +222,33 @@ def sum_of_experts(y: torch.Tensor, routed: Routed, residual: torch.Tensor, devi
 
 def _tensors(weight: Weight) -> tuple[torch.Tensor, ...]:
     """Return data, scale and zero; the data where there is none."""
-    return weight.data, *(weight.data if part is None else part for part in (weight.scale, weight.zero))
+    data = weight.data.view(torch.uint8) if weight.kind == "fp4" else weight.data
+    return data, *(data if part is None else part for part in (weight.scale, weight.zero))
 
 
 def _form(weight: Weight) -> dict[str, Any]:
     """Return what kernels are compiled for, of a weight."""
     rows, columns = weight.block
-    return {"KIND": weight.kind, "BLOCK_OUT": rows, "BLOCK_IN": columns, "HAS_ZERO": weight.zero is not None}
+    form = {"KIND": layout_of(weight.kind), "IS_FP4": weight.kind == "fp4", "HAS_ZERO": weight.zero is not None}
+    return {**form, "BLOCK_OUT": rows, "BLOCK_IN": columns}
+
+
+def _constants(gate: Gate) -> dict[str, float]:
+    """Return what kernels are compiled for, of a gate; a limit of 0 is none."""
+    return {"ALPHA": gate.alpha, "LIMIT": gate.limit or 0.0, "OFFSET": gate.offset}
 
 
 def _launch_tiles(
     x: Inputs,
     weight: Weight,
+    bias: torch.Tensor | None,
     arranged: Arranged,
     y: Inputs,
     num_chosen: int,
     next_kind: WeightKind,
     tuning: Tuning,
     device: Device,
-    *,
-    is_gated: bool,
+    gate: Gate | None = None,
 ) -> None:
     num_tiles, (num_outputs, num_inputs) = arranged.tiles.shape[1], (y.values.shape[1], weight.num_inputs)
     inputs = group_inputs(weight) or tuning.inputs
@@ -216,6 +257,7 @@ def _launch_tiles(
         x.values,
         x.values if x.scale is None else x.scale,
         *_tensors(weight),
+        x.values if bias is None else bias,
         arranged.pairs,
         arranged.tiles,
         num_tiles,
@@ -224,10 +266,12 @@ def _launch_tiles(
         num_outputs,
         num_inputs,
         **_form(weight),
+        **_constants(gate or SILU),
+        HAS_BIAS=bias is not None,
         NEXT_KIND=next_kind,
         CHOSEN=num_chosen,
-        HAS_GATE=is_gated,
-        IS_EARLY=not is_gated and arranged.tile_rows <= 32 and weight.kind == "plain",
+        HAS_GATE=gate is not None,
+        IS_EARLY=gate is None and arranged.tile_rows <= 32 and weight.kind == "plain",
         ROWS=arranged.tile_rows,
         OUTPUTS=outputs,
         INPUTS=inputs,
@@ -272,10 +316,26 @@ def _scale_and_zero(
 
 
 @triton.jit
-def _code(piece, zero):
-    """Return 4 bits as float32, less the zero: a float of 2^23 + code has the code in its last bits."""
-    bits = piece.to(tl.int32) | 0x4B000000
-    return bits.to(tl.float32, bitcast=True) - (8388608.0 + zero)
+def _code(piece, zero, IS_FP4: tl.constexpr):
+    """Return 4 bits as float32, integers less the zero: a float of 2^23 + code has the code in its last bits."""
+    if IS_FP4:
+        value = fp4_value(piece)
+    else:
+        bits = piece.to(tl.int32) | 0x4B000000
+        value = bits.to(tl.float32, bitcast=True) - (8388608.0 + zero)
+    return value
+
+
+@triton.jit
+def gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+    """Do what `raypp.ops.backend.Gate` does, in float32."""
+    if LIMIT > 0:
+        gate, up = tl.minimum(gate, LIMIT), tl.clamp(up, -LIMIT, LIMIT)
+    if ALPHA == 1.0 and OFFSET == 0.0:
+        result = silu(gate) * up
+    else:
+        result = (up + OFFSET) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
+    return result
 
 
 @triton.jit
@@ -292,10 +352,10 @@ def _values(token, begin, column, num_inputs, KIND: tl.constexpr, IS_EVEN: tl.co
 
 
 @triton.jit
-def _added(total, piece, value, odd_value, scale, zero, KIND: tl.constexpr):
+def _added(total, piece, value, odd_value, scale, zero, KIND: tl.constexpr, IS_FP4: tl.constexpr):
     """Return total + a piece of the weight times x, element by element. Shapes alike, or 1 where they repeat."""
     if KIND == "int4":
-        total += (_code(piece & 15, zero) * value + _code(piece >> 4, zero) * odd_value) * scale
+        total += (_code(piece & 15, zero, IS_FP4) * value + _code(piece >> 4, zero, IS_FP4) * odd_value) * scale
     elif KIND == "fp8":
         total += piece.to(tl.float32) * scale * value
     else:
@@ -311,14 +371,20 @@ def _gate_up_few(
     weight,
     weight_scale,
     weight_zero,
+    bias,
     experts,
     y,
     num_outputs,
     num_inputs,
     KIND: tl.constexpr,
+    IS_FP4: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     CHOSEN: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -364,10 +430,15 @@ def _gate_up_few(
         up_scale, up_zero = _scale_and_zero(
             weight_scale, weight_zero, up_row, num_inputs, begin, KIND, BLOCK_IN, HAS_ZERO
         )
-        gate = _added(gate, gate_piece, value, odd_value, scale[:, None], zero[:, None], KIND)
-        up = _added(up, up_piece, value, odd_value, up_scale[:, None], up_zero[:, None], KIND)
+        gate = _added(gate, gate_piece, value, odd_value, scale[:, None], zero[:, None], KIND, IS_FP4)
+        up = _added(up, up_piece, value, odd_value, up_scale[:, None], up_zero[:, None], KIND, IS_FP4)
     factor = tl.rsqrt(tl.sum(squares, 0) / num_inputs + eps) if HAS_NORM else 1.0
-    result = silu(tl.sum(gate, 1) * factor) * (tl.sum(up, 1) * factor)
+    of_gate, of_up = tl.sum(gate, 1) * factor, tl.sum(up, 1) * factor
+    if HAS_BIAS:
+        of_expert_bias = bias + expert * (2 * num_outputs) + read_output
+        of_gate += tl.load(of_expert_bias).to(tl.float32)
+        of_up += tl.load(of_expert_bias + num_outputs).to(tl.float32)
+    result = gated(of_gate, of_up, ALPHA, LIMIT, OFFSET)
     tl.store(y + pair * num_outputs + output, result.to(y.dtype.element_ty), mask=output < num_outputs)
 
 
@@ -377,6 +448,7 @@ def _down_few(
     weight,
     weight_scale,
     weight_zero,
+    bias,
     experts,
     weights,
     residual,
@@ -384,9 +456,11 @@ def _down_few(
     num_outputs,
     num_inputs,
     KIND: tl.constexpr,
+    IS_FP4: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     CHOSEN: tl.constexpr,
     CHOSEN_PADDED: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -418,7 +492,7 @@ def _down_few(
     value, odd_value = _values(x_row, 0, column[None, :], num_inputs, KIND, IS_EVEN)
     total = tl.zeros((CHOSEN_PADDED, OUTPUTS, INPUTS // PACKED), tl.float32)
     total = _added(
-        total, first_piece, value[:, None, :], odd_value[:, None, :], scale[:, :, None], zero[:, :, None], KIND
+        total, first_piece, value[:, None, :], odd_value[:, None, :], scale[:, :, None], zero[:, :, None], KIND, IS_FP4
     )
     for begin in tl.range(INPUTS, num_inputs, INPUTS, num_stages=STAGES):
         at = begin // PACKED
@@ -427,9 +501,12 @@ def _down_few(
         value, odd_value = _values(x_row, begin, column[None, :], num_inputs, KIND, IS_EVEN)
         scale, zero = _scale_and_zero(weight_scale, weight_zero, scale_row, num_inputs, begin, KIND, BLOCK_IN, HAS_ZERO)
         total = _added(
-            total, piece, value[:, None, :], odd_value[:, None, :], scale[:, :, None], zero[:, :, None], KIND
+            total, piece, value[:, None, :], odd_value[:, None, :], scale[:, :, None], zero[:, :, None], KIND, IS_FP4
         )
-    result = before + tl.sum(tl.sum(total, 2) * share[:, None], 0)
+    of_experts = tl.sum(total, 2)
+    if HAS_BIAS:
+        of_experts += tl.load(bias + expert[:, None] * num_outputs + read_output).to(tl.float32)
+    result = before + tl.sum(of_experts * share[:, None], 0)
     tl.store(y + token * num_outputs + output, result.to(y.dtype.element_ty), mask=output < num_outputs)
 
 
@@ -446,11 +523,13 @@ def _tokens(x, x_cell, begin, inside, num_inputs, KIND: tl.constexpr, IS_EVEN: t
 
 
 @triton.jit
-def _half_code(code, zero, dtype: tl.constexpr):
-    """Return 4 bits in 16, less the zero: exact."""
+def _half_code(code, zero, dtype: tl.constexpr, IS_FP4: tl.constexpr):
+    """Return 4 bits in 16, integers less the zero: exact."""
     bits: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
     offset: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
-    if dtype == tl.float32:  # of Triton's interpreter
+    if IS_FP4:
+        value = fp4_value(code).to(dtype)
+    elif dtype == tl.float32:  # of Triton's interpreter
         value = code.to(tl.float32) - zero
     else:
         value = (code.to(tl.int16) | bits).to(dtype, bitcast=True) - (offset + zero).to(dtype)
@@ -458,7 +537,7 @@ def _half_code(code, zero, dtype: tl.constexpr):
 
 
 @triton.jit
-def _multiplied(total, piece, value, odd_value, scale, zero, x_scale, KIND: tl.constexpr):
+def _multiplied(total, piece, value, odd_value, scale, zero, x_scale, KIND: tl.constexpr, IS_FP4: tl.constexpr):
     """Return total + a piece of the weight times the tokens, by tensor cores, [OUTPUTS, ROWS]."""
     if KIND == "plain":
         total = tl.dot(piece, tl.trans(value), total)
@@ -466,8 +545,8 @@ def _multiplied(total, piece, value, odd_value, scale, zero, x_scale, KIND: tl.c
         total += tl.dot(piece, tl.trans(value)) * (scale[:, None] * x_scale[None, :])
     else:
         dtype: tl.constexpr = value.dtype
-        part = tl.dot(_half_code(piece & 15, zero[:, None], dtype), tl.trans(value))
-        part = tl.dot(_half_code(piece >> 4, zero[:, None], dtype), tl.trans(odd_value), part)
+        part = tl.dot(_half_code(piece & 15, zero[:, None], dtype, IS_FP4), tl.trans(value))
+        part = tl.dot(_half_code(piece >> 4, zero[:, None], dtype, IS_FP4), tl.trans(odd_value), part)
         total += part * scale[:, None]
     return total
 
@@ -479,6 +558,7 @@ def _multiply_tiles(
     weight,
     weight_scale,
     weight_zero,
+    bias,
     pairs,
     tiles,
     num_tiles,
@@ -487,9 +567,14 @@ def _multiply_tiles(
     num_outputs,
     num_inputs,
     KIND: tl.constexpr,
+    IS_FP4: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     NEXT_KIND: tl.constexpr,
     CHOSEN: tl.constexpr,
     HAS_GATE: tl.constexpr,
@@ -549,16 +634,21 @@ def _multiply_tiles(
             )
             piece = _load(matrix + cell + at, inside, IS_EVEN)
             fence_shared(OVERLAPS)
-            total = _multiplied(total, piece, value, odd_value, scale, zero, of_x, KIND)
+            total = _multiplied(total, piece, value, odd_value, scale, zero, of_x, KIND, IS_FP4)
             if HAS_GATE:
                 up_scale, up_zero = _scale_and_zero(
                     weight_scale, weight_zero, up_scale_row, num_inputs, begin, KIND, BLOCK_IN, HAS_ZERO
                 )
                 up_piece = _load(matrix + up_offset + cell + at, inside, IS_EVEN)
-                up_total = _multiplied(up_total, up_piece, value, odd_value, up_scale, up_zero, of_x, KIND)
+                up_total = _multiplied(up_total, up_piece, value, odd_value, up_scale, up_zero, of_x, KIND, IS_FP4)
         if IS_EARLY:
             total = tl.dot(first_piece, tl.trans(first_value), total)
-        result = silu(total) * up_total if HAS_GATE else total
+        if HAS_BIAS:
+            of_expert_bias = bias + expert * (HALVES * num_outputs) + read_output
+            total += tl.load(of_expert_bias).to(tl.float32)[:, None]
+            if HAS_GATE:
+                up_total += tl.load(of_expert_bias + num_outputs).to(tl.float32)[:, None]
+        result = gated(total, up_total, ALPHA, LIMIT, OFFSET) if HAS_GATE else total
         y_row = place if HAS_GATE else pair
         in_row = row < num_rows
         if NEXT_KIND == "fp8":

@@ -21,13 +21,14 @@ from typing import Any
 import torch
 import triton
 
-from raypp.ops.backend import Routing
+from raypp.ops.backend import ExpertWeights, Routing
 from raypp.ops.cuda.expert_products import (
     down_few,
     down_tiles,
     gate_up_few,
     gate_up_tiles,
     has_kernel,
+    layout_of,
     sum_of_experts,
 )
 from raypp.ops.cuda.kernel_launch import Device, Workspace
@@ -166,22 +167,21 @@ class ExpertProducts:
     """The products of a layer's experts, and how they are cut.
 
     Args:
-        gate_up: [E, 2 I, H], the gate first.
-        down: [E, H, I].
+        weights: Theirs.
         dtype: Of the tokens.
         device: Where they run.
     """
 
-    def __init__(self, gate_up: Weight, down: Weight, dtype: torch.dtype, device: Device) -> None:
-        self._gate_up, self._down = (_readable(weight, dtype, device) for weight in (gate_up, down))
-        self._kinds = (self._gate_up.kind, self._down.kind)
+    def __init__(self, weights: ExpertWeights, dtype: torch.dtype, device: Device) -> None:
+        self._gate_up, self._down = (_readable(weight, dtype, device) for weight in (weights.gate_up, weights.down))
+        self._biases = tuple(
+            None if bias is None else bias.contiguous() for bias in (weights.gate_up_bias, weights.down_bias)
+        )
+        self._gate = weights.gate
+        self.num_bytes = self._gate_up.num_bytes + self._down.num_bytes  # biases aside
+        self._kinds = (layout_of(self._gate_up.kind), layout_of(self._down.kind))
         self._device = device
         self._cuts: dict[tuple[int, int], ExpertCut] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the weights."""
-        return self._gate_up.num_bytes + self._down.num_bytes
 
     def cut(self, num_tokens: int, num_chosen: int) -> ExpertCut:
         """Return how so many tokens with so many experts each are cut."""
@@ -202,12 +202,13 @@ class ExpertProducts:
     ) -> torch.Tensor:
         """Return residual + each token's experts of norm(x). Shapes: x, residual [T, H]; the latter is overwritten."""
         device, num_chosen, (kind, next_kind) = self._device, routed.experts.shape[1], self._kinds
+        gate_up, down, (bias, down_bias) = self._gate_up, self._down, self._biases
         if not cut.tile_rows:
-            y = gate_up_few(x, *norm, self._gate_up, routed, cut.gate_up, device)
-            return down_few(y, residual, self._down, routed, cut.down, device)
+            y = gate_up_few(x, *norm, gate_up, bias, self._gate, routed, cut.gate_up, device)
+            return down_few(y, residual, down, down_bias, routed, cut.down, device)
         arranged = arrange(x, *norm, routed, len(self._down.data), cut.tile_rows, kind, device)
-        between = gate_up_tiles(self._gate_up, arranged, num_chosen, next_kind, x, cut.gate_up, device)
-        y = down_tiles(between, self._down, arranged, num_chosen, x, cut.down, device)
+        between = gate_up_tiles(gate_up, bias, self._gate, arranged, num_chosen, next_kind, x, cut.gate_up, device)
+        y = down_tiles(between, down, down_bias, arranged, num_chosen, x, cut.down, device)
         return sum_of_experts(y, routed, residual, device)
 
 
@@ -238,7 +239,7 @@ class CudaExperts:
     ) -> None:
         self._norm = (norm_weight, eps)
         self._router = (router.float() * norm_weight.float()).to(router.dtype)
-        self.products = ExpertProducts(gate_up, down, router.dtype, device)
+        self.products = ExpertProducts(ExpertWeights(gate_up, down), router.dtype, device)
         self._routing = routing
         self._device = device
         self._workspace = workspace
@@ -260,10 +261,10 @@ class CudaExperts:
 
 
 class CudaChosenExperts:
-    """See `raypp.ops.backend.ChosenExperts`; the arguments of `CudaExperts`."""
+    """See `raypp.ops.backend.ChosenExperts`; the arguments of `ExpertProducts`."""
 
-    def __init__(self, gate_up: Weight, down: Weight, dtype: torch.dtype, device: Device) -> None:
-        self._products = ExpertProducts(gate_up, down, dtype, device)
+    def __init__(self, weights: ExpertWeights, dtype: torch.dtype, device: Device) -> None:
+        self._products = ExpertProducts(weights, dtype, device)
 
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         y = torch.zeros_like(x)
@@ -279,6 +280,8 @@ def _readable(weight: Weight, dtype: torch.dtype, device: Device) -> Weight:
         if weight.kind != "plain":
             _log_widened(weight.kind, weight.block, weight.order is not None)
         weight = Weight(weight.dequantized(dtype))
+    if weight.scale is not None and weight.scale.dtype == torch.float8_e8m0fnu:
+        weight = replace(weight, scale=weight.scale.to(torch.bfloat16))
     return weight.mapped(torch.Tensor.contiguous)
 
 

@@ -480,6 +480,7 @@ EXPERTS_IN_FEWER_BITS = (
     (("int4", "int4"), ((1, 160), (1, 128)), False),
     (("plain", "fp8"), ((1, 1), (192, 192)), False),
     (("fp8", "int4"), ((40, 32), (1, 32)), False),  # the first is widened
+    (("fp4", "fp4"), ((1, 32), (1, 32)), False),
 )
 EXPERTS_IN_CI = ((TILES, EXPERTS_IN_FEWER_BITS[0]), (FEW, EXPERTS_IN_FEWER_BITS[3]))
 
@@ -495,6 +496,12 @@ EXPERTS_IN_CI = ((TILES, EXPERTS_IN_FEWER_BITS[0]), (FEW, EXPERTS_IN_FEWER_BITS[
 def test_experts_in_fewer_bits(cut, kinds, blocks, has_zero):
     cut = replace(cut, gate_up=Tuning(32, 32), down=Tuning(32, 16))
     checks.check_experts(EXACT, 2, ExpertShape(160, 192, 3, 2, kinds), cut, blocks=blocks, has_zero=has_zero)
+
+
+@pytest.mark.parametrize(("kind", "num_tokens"), [("fp4", 2), ("fp4", 20), full("plain", 2), full("plain", 20)])
+def test_experts_with_biases_and_limits(kind, num_tokens):
+    """Two tokens go element by element, twenty by tensor cores."""
+    checks.check_chosen_experts(EXACT, num_tokens, ExpertShape(64, 32, 3, 2, (kind, kind)))
 
 
 def test_experts_that_all_tokens_choose():
