@@ -72,6 +72,7 @@ class MeasuredLayer:
     num_expert_parameters: int = 0
     share_chosen: float = 1.0  # of the experts, by a token
     linears: tuple[tuple[str, int, int], ...] = ()  # whole names, outputs and inputs of the linear layers
+    experts: tuple[tuple[str, int, int, int], ...] = ()  # of weights of all experts: names, numbers, and both sizes
     mlp_width: int  # elements of the widest product, of a token
 
 
@@ -295,7 +296,8 @@ def _transformers_config(
         quantization=read_quantization(text),
         eos_token_ids=_eos_token_ids(path, ConfigFields(text.file, {**text.values, "vocab_size": found["vocab_size"]})),
         measured=tuple(
-            MeasuredLayer(**{**layer, "linears": tuple(map(tuple, layer["linears"]))}) for layer in found["layers"]
+            MeasuredLayer(**{**layer, **{name: tuple(map(tuple, layer[name])) for name in ("linears", "experts")}})
+            for layer in found["layers"]
         ),
         trusts_code=trusts_code,
     )

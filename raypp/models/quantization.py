@@ -25,6 +25,7 @@ WeightFormat = Literal["fp8", "int8", "awq", "gptq", "compressed_int4", "mxfp4",
 LM_HEAD_MODULE = "lm_head"
 _FIELD = "quantization_config"
 _PATTERN = "re:"
+_EXPERTS = ("experts",)
 _ALL_LINEAR = "Linear"  # the class, as compressed-tensors' `targets` may name one
 _FOUR_BITS = ("awq", "gptq", "compressed_int4", "mxfp4", "nvfp4")
 _SCALE_BYTES = {"mxfp4": 1, "awq": 2, "gptq": 2, "compressed_int4": 2}
@@ -57,6 +58,11 @@ class Quantization:
         """Of an element."""
         return 4 if self.format in _FOUR_BITS else 8
 
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether the checkpoint has the weights of all experts as one in this form, and nothing else."""
+        return self.only == _EXPERTS
+
     def weight_bytes(self, num_outputs: int, num_inputs: int) -> int:
         """Return the bytes of one weight: elements, scales, zeros, order."""
         rows, columns = self.block
@@ -82,10 +88,11 @@ _Named = tuple[frozenset[str], list[re.Pattern[str]]]
 
 
 def _sorted_names(listed: Sequence[str]) -> _Named:
-    """Return the names, and the patterns."""
+    """Return the names, and the patterns. A star in a name is any text."""
     patterns = [name.removeprefix(_PATTERN) for name in listed if name.startswith(_PATTERN)]
-    names = frozenset(name.strip(".") for name in listed if not name.startswith(_PATTERN))
-    return names, [re.compile(pattern) for pattern in patterns]
+    others = [name.strip(".") for name in listed if not name.startswith(_PATTERN)]
+    patterns += [fnmatch.translate(name.rstrip("*") + "*") for name in others if "*" in name]
+    return frozenset(name for name in others if "*" not in name), [re.compile(pattern) for pattern in patterns]
 
 
 def _names_module(names: frozenset[str], patterns: list[re.Pattern[str]], module: str) -> bool:
@@ -313,13 +320,12 @@ def _fp4(weights: _Section, form: WeightFormat, skipped: tuple[str, ...]) -> Qua
 
 
 def _read_mxfp4(section: _Section, _: ConfigFields) -> Quantization:
-    return _fp4(section, "mxfp4", section.names("modules_to_not_convert"))
+    return replace(_fp4(section, "mxfp4", section.names("modules_to_not_convert")), only=_EXPERTS)
 
 
 def _read_modelopt(section: _Section, _: ConfigFields) -> Quantization:
     algorithm = section.require("quant_algo", ("nvfp4", "fp8"))
-    listed = section.names("ignore" if section.get("ignore") is not None else "exclude_modules")
-    skipped = tuple(_PATTERN + fnmatch.translate(name) if "*" in name else name for name in listed)
+    skipped = section.names("ignore" if section.get("ignore") is not None else "exclude_modules")
     return (
         _fp4(section, "nvfp4", skipped)
         if algorithm == "nvfp4"

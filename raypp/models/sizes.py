@@ -85,7 +85,10 @@ def _measured_size(layer: MeasuredLayer, form: Quantization | None, dtype_bytes:
     for name, num_outputs, num_inputs in layer.linears:
         if form is not None and form.covers(name):
             shared_bytes += form.weight_bytes(num_outputs, num_inputs) - num_outputs * num_inputs * dtype_bytes
-    reads = WeightReads(shared_bytes, of_experts * dtype_bytes, share)
+    expert_bytes = of_experts * dtype_bytes
+    if form is not None and form.is_of_experts:
+        expert_bytes = sum(count * form.weight_bytes(*shape) for _, count, *shape in layer.experts)
+    reads = WeightReads(shared_bytes, expert_bytes, share)
     return LayerSize(reads, shared + of_experts, shared + int(of_experts * share))
 
 

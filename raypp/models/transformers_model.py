@@ -122,7 +122,7 @@ def _name_of_text(name: str) -> str:
 
 def _covers(form: Quantization, name: str) -> bool:
     """Return whether a form is that of a parameter: of a linear layer, or of all experts as one."""
-    return form.covers(name.removesuffix(".weight")) and name.endswith(".weight") != (form.format == "mxfp4")
+    return form.covers(name.removesuffix(".weight")) and name.endswith(".weight") != form.is_of_experts
 
 
 def _as_parameter(tensor: torch.Tensor) -> nn.Parameter:

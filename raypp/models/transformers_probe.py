@@ -105,7 +105,8 @@ def probe(path: Path, *, trusts_code: bool = False) -> dict[str, Any]:
                 got=f"layer {witness.index}" + (f", {kinds[witness.index]}" if kinds else ""),
                 expected="layers of attention: raypp keeps no recurrent states yet",
             )
-    names = {module: name for name, module in model.named_modules()}
+    names: dict[object, str] = {module: name for name, module in model.named_modules()}
+    names |= {parameter: name for name, parameter in model.named_parameters()}
     measured = [_measured(layer, config, names) for layer in layers]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = embedding.weight is head.weight or bool(config.tie_word_embeddings)
@@ -140,7 +141,7 @@ def _refuse_unknown(model: Any) -> None:
             )
 
 
-def _measured(layer: nn.Module, config: Any, names: Mapping[nn.Module, str]) -> MeasuredLayer:
+def _measured(layer: nn.Module, config: Any, names: Mapping[object, str]) -> MeasuredLayer:
     experts = [parameter for parameter in layer.parameters() if parameter.ndim == 3]
     num_experts = max((len(parameter) for parameter in experts), default=0)
     chosen = next((getattr(config, name) for name in _CHOSEN if getattr(config, name, None)), num_experts)
@@ -150,6 +151,7 @@ def _measured(layer: nn.Module, config: Any, names: Mapping[nn.Module, str]) -> 
         num_parameters=sum(parameter.numel() for parameter in layer.parameters()) - of_experts,
         num_expert_parameters=of_experts,
         share_chosen=min(1.0, int(chosen) / num_experts) if num_experts else 1.0,
+        experts=tuple((names[each], *each.shape) for each in experts),
         linears=tuple((names[module], module.out_features, module.in_features) for module in linears),
         mlp_width=max((module.out_features for module in linears), default=0),
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig, as_stored, load_model_config
-from raypp.models.quantization import FP4_FORMATS, ONLINE_FP8, Quantization
+from raypp.models.quantization import ONLINE_FP8, Quantization
 from raypp.models.sizes import kv_bytes_per_token
 from raypp.plan.encoder_plan import EncoderPlan, plan_encoders
 from raypp.plan.hardware import Hardware
@@ -306,7 +306,7 @@ def held_model(model: ModelConfig, hardware: Hardware, *, device: str, dtype: st
 def has_gpu_product(quantization: Quantization) -> bool:
     """Return whether a GPU multiplies a form as it is; `raypp.ops.cuda.quantized_projection` says it of a weight."""
     rows, columns = quantization.block
-    if quantization.format in (*FP4_FORMATS, "int8"):
+    if quantization.format in ("nvfp4", "int8"):
         return False
     if columns == 0:
         return True

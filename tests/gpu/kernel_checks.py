@@ -681,6 +681,8 @@ def quantized_weight(
     order = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(0)).to(DEVICE) if has_order else None
     zero = integers(16, *blocks) if has_zeros else None
     data = integers(256, num_outputs, num_inputs // 2)
+    if kind == "fp4":
+        return Weight(data.view(FP4), (scale / 3).to(torch.float8_e8m0fnu), block=(rows, columns), order=order)
     return Weight(data, (scale / 4).to(kernels.dtype), zero, (rows, columns), order)
 
 

@@ -281,6 +281,7 @@ def test_projections_in_8_bits(num_rows, num_outputs, num_inputs, is_gated):
         ("int4", (1, 64), {"has_zeros": True, "has_order": True}),
         ("int4", (1, 32), {"has_zeros": True}),
         ("int4", (1, 0), {}),
+        ("fp4", (1, 32), {}),
     ],
     ids=str,
 )

@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 import transformers
+from quantized_tensors import quantize_experts
 from shrunken_models import make_shrunken
 from test_hidden_waits import waits_are_errors
 
@@ -87,6 +88,14 @@ def test_weights_of_8_bits_are_multiplied_as_they_are(mode: str, tmp_path: Path)
     held = plan(path, mode, quantization="fp8").held_model
     assert held.quantization is not None
     assert_likely(path, generate(path, mode, quantization="fp8"), f"qwen3 in FP8, {mode}", MOST_LOST_OF_FP8)
+
+
+@pytest.mark.parametrize("mode", ["none", "full_and_piecewise"])
+def test_experts_in_mxfp4_are_multiplied_as_they_are(mode: str, tmp_path: Path) -> None:
+    plain, quantized = make_shrunken("gpt_oss", tmp_path / "plain", **TYPES["gpt_oss"]), tmp_path / "quantized"
+    quantize_experts(plain, quantized)
+    assert plan(quantized, mode).held_model.quantization is not None
+    assert_likely(plain, generate(quantized, mode), f"gpt_oss in MXFP4, {mode}", MOST_LOST)
 
 
 def assert_likely(path: Path, outputs: list[list[int]], what: str, most_lost: float) -> None:

@@ -270,3 +270,27 @@ def quantize_checkpoint(form: str, source: Path, quantized: Path, dequantized: P
         directory.mkdir()
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         (directory / "config.json").write_text(json.dumps({**config, **more}))
+
+
+def quantize_experts(plain: Path, quantized: Path) -> None:
+    """Write a checkpoint of gpt-oss with its experts in MXFP4, and round those of `plain` to the same values."""
+    whole = load_file(plain / "model.safetensors")
+    small = dict(whole)
+    names = [name for name in whole if name.endswith(("gate_up_proj", "down_proj"))]
+    for name in names:
+        blocks, scales = [], []
+        for expert in whole[name]:  # [K, N]: inputs before outputs
+            stored, values = quantized_layer("mxfp4", expert.t())
+            expert.copy_(values.t())
+            blocks.append(stored["weight_packed"].unflatten(1, (-1, 16)))
+            scales.append(stored["weight_scale"])
+        del small[name]
+        small |= {f"{name}_blocks": torch.stack(blocks), f"{name}_scales": torch.stack(scales)}
+    assert names
+    save_file(whole, plain / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    quantized.mkdir()
+    (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    save_file(small, quantized / "model.safetensors", metadata={"format": "pt"})

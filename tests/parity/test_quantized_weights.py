@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from exactness import ExactComparison
 from hf_models import hf_greedy, load_reference, make_checkpoint
-from quantized_tensors import CONFIGS, LINEAR, quantize_checkpoint, quantized_layer
+from quantized_tensors import CONFIGS, LINEAR, quantize_checkpoint, quantize_experts
 from safetensors.torch import load_file, save_file
 from shrunken_models import make_shrunken
 
@@ -94,25 +93,7 @@ def test_greedy_tokens_of_transformers_modules(tmp_path, index, form):
 
 def test_greedy_tokens_of_gpt_oss_in_mxfp4(tmp_path):
     plain = make_shrunken("gpt_oss", tmp_path / "plain")
-    whole = load_file(plain / "model.safetensors")
-    small = dict(whole)
-    for name in [name for name in whole if name.endswith(("gate_up_proj", "down_proj"))]:
-        blocks, scales = [], []
-        for expert in whole[name]:  # [K, N]: inputs before outputs
-            stored, values = quantized_layer("mxfp4", expert.t())
-            expert.copy_(values.t())
-            blocks.append(stored["weight_packed"].unflatten(1, (-1, 16)))
-            scales.append(stored["weight_scale"])
-        del small[name]
-        small |= {f"{name}_blocks": torch.stack(blocks), f"{name}_scales": torch.stack(scales)}
-    assert len(small) == len(whole) + 2 * 4  # of each layer, two weights became two tensors each
-    save_file(whole, plain / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((plain / "config.json").read_text())
-    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
-    (tmp_path / "small").mkdir()
-    (tmp_path / "small" / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
-    save_file(small, tmp_path / "small" / "model.safetensors", metadata={"format": "pt"})
+    quantize_experts(plain, tmp_path / "small")
     texts = [greedy_tokens(path, prompts()) for path in (tmp_path / "small", plain)]
     assert texts[0] == texts[1]
     assert len(set(texts[0][0])) > 3

@@ -38,8 +38,8 @@ def test_steps_of_recordings_wait_for_nothing(rows):
     "test",
     [
         "waits",
-        "gemma3_text-full",
-        *(pytest.param(f"{name}-full", marks=pytest.mark.full) for name in ("glm4_moe", "qwen3_moe")),
+        "mxfp4 and full",
+        *(pytest.param(f"{name}-full", marks=pytest.mark.full) for name in ("gemma3_text", "glm4_moe", "qwen3_moe")),
     ],
 )
 def test_transformers_modules(test):

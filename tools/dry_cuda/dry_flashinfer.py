@@ -71,7 +71,8 @@ class PagedPrefill:
         k_scale: float | None = None,
         v_scale: float | None = None,
         out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         keys, values = paged_kv_cache
         assert (k_scale is None) == (v_scale is None) == (keys.dtype == q.dtype), "scales are of a cache in 8 bits"
         assert current_tape() is None, "the work of prefill rows is planned: no graph can hold it"
@@ -82,7 +83,7 @@ class PagedPrefill:
         assert all(x.is_cuda for x in (q, keys, values, out))
         assert q.stride(-1) == keys.stride(-1) == out.stride(-1) == 1
         assert out.is_contiguous()
-        return out
+        return (out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)) if return_lse else out
 
 
 class RaggedPrefill:
@@ -117,8 +118,14 @@ class RaggedPrefill:
         self._types = (q_data_type, kv_data_type)
 
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         assert current_tape() is None, "the work of prefill rows is planned: no graph can hold it"
         assert q.shape == self._q_shape, (q.shape, self._q_shape)
         assert k.shape == v.shape == self._kv_shape, (k.shape, self._kv_shape)
@@ -127,4 +134,4 @@ class RaggedPrefill:
         assert out.shape == q.shape
         assert all(x.is_cuda for x in (q, k, v, out))
         assert out.is_contiguous()
-        return out
+        return (out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)) if return_lse else out

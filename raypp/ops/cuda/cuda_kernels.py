@@ -216,7 +216,7 @@ class CudaKernels:
         """Whether a quantized weight is multiplied as it is; others are dequantized."""
         if weight.kind == "plain" or self._has_8_bits:  # a head's inputs have other types
             return False
-        if has_kernel(weight) and (weight.kind == "int4" or self._device.has_fp8):
+        if has_kernel(weight) and (weight.kind in ("int4", "fp4") or self._device.has_fp8):
             return True
         _log_dequantized(weight.kind, weight.block)
         return False
@@ -225,7 +225,7 @@ class CudaKernels:
         self, weight: Weight, bias: torch.Tensor | None, norm: TokenNorm | None, *, is_gated: bool = False
     ) -> QuantizedProjection:
         self._most_own_rows = ALL_ROWS
-        make = Int4Projection if weight.kind == "int4" else Fp8Projection
+        make = Fp8Projection if weight.kind == "fp8" else Int4Projection
         return make(weight, bias, norm, self._device, self._workspace, is_gated=is_gated)
 
     def _projection(self, product: Product, *, is_float32: bool = False) -> CudaProjection:

@@ -2,8 +2,8 @@
 
 Each program multiplies a strip of the weight with a tile of rows of x. A code is expanded in registers: behind the bits
 of 128 (bfloat16) or 1024 (float16) its four bits are the last ones of the mantissa, so that what is left is a
-subtraction, which is exact. Sums of a group of inputs are multiplied by its scale. The weight lies as
-`PackedInt4` says; strips may be split along K as in `raypp.ops.cuda.projection`.
+subtraction, which is exact; floats of 4 bits have the bits of a float16. Sums of a group of inputs are multiplied by
+its scale. The weight lies as `PackedInt4` says; strips may be split along K as in `raypp.ops.cuda.projection`.
 
 Twin: `linear` of tests/gpu/reference_ops.py with `Weight.dequantized`.
 """
@@ -18,10 +18,10 @@ import torch.nn.functional as F  # noqa: N812
 import triton
 import triton.language as tl
 
-from raypp.ops.cuda.between_products import as_stored, silu
+from raypp.ops.cuda.between_products import as_stored, fp4_value, silu
 from raypp.ops.cuda.kernel_launch import Device, Workspace, fence_shared, start
 from raypp.ops.cuda.projection import load_vector, sums_of_splits
-from raypp.ops.weight import Weight
+from raypp.ops.weight import FP4, Weight
 
 TILE = 64
 """Outputs, and inputs, of a tile."""
@@ -51,6 +51,7 @@ class PackedInt4:
     num_inputs: int  # K
     num_parts: int  # P
     order: torch.Tensor | None  # [K] int64: x is sorted by it before
+    is_fp4: bool = False  # whether codes are floats
 
     @property
     def padded_outputs(self) -> int:
@@ -84,17 +85,19 @@ def pack(weight: Weight, num_parts: int = 1) -> PackedInt4:
         parts = tensor.unflatten(0, (num_parts, part_outputs))
         return F.pad(parts, (0, 0, 0, padded - part_outputs)).flatten(0, 1)
 
-    data = F.pad(rows(weight.data), (0, (padded_inputs - num_inputs) // 2))
+    data = F.pad(rows(weight.data.view(torch.uint8)), (0, (padded_inputs - num_inputs) // 2))
+    scale = weight.scale.to(torch.bfloat16) if weight.scale.dtype == torch.float8_e8m0fnu else weight.scale
     codes = torch.cat([_tiles(piece) for piece in data.split(_PIECE_OUTPUTS)])
     return PackedInt4(
         codes=codes,
-        scale=rows(weight.scale).t().contiguous(),
+        scale=rows(scale).t().contiguous(),
         zero=None if weight.zero is None else rows(weight.zero).t().contiguous(),
         group=group,
         num_outputs=weight.num_outputs,
         num_inputs=num_inputs,
         num_parts=num_parts,
         order=weight.order,
+        is_fp4=weight.kind == "fp4",
     )
 
 
@@ -121,9 +124,8 @@ def unpack(packed: PackedInt4) -> Weight:
         return parts[:, : packed.num_outputs // packed.num_parts].flatten(0, 1).contiguous()
 
     codes = rows(codes)[:, : packed.num_inputs].unflatten(1, (-1, 2))
-    weight = Weight(
-        torch.bitwise_or(codes[..., 0], codes[..., 1] << 4), rows(packed.scale.t()), block=(1, packed.group)
-    )
+    data = torch.bitwise_or(codes[..., 0], codes[..., 1] << 4)
+    weight = Weight(data.view(FP4) if packed.is_fp4 else data, rows(packed.scale.t()), block=(1, packed.group))
     zero = None if packed.zero is None else rows(packed.zero.t())
     return replace(weight, zero=zero, order=packed.order)
 
@@ -254,6 +256,7 @@ def project_int4(
         workspace.counters,
         num_rows,
         HAS_ZERO=weight.zero is not None,
+        IS_FP4=weight.is_fp4,
         HAS_GATE=product.is_gated,
         HAS_BIAS=product.bias is not None,
         HAS_RESIDUAL=residual is not None,
@@ -284,9 +287,11 @@ def _padded(num_rows: int, tuning: Int4Tuning) -> int:
 
 
 @triton.jit
-def expanded(codes, dtype: tl.constexpr, IS_CENTERED: tl.constexpr):
-    """Return the low and the high halves of bytes, less 8, or else plus the offset of `dtype`."""
-    if _IS_INTERPRETED:
+def expanded(codes, dtype: tl.constexpr, IS_CENTERED: tl.constexpr, IS_FP4: tl.constexpr):
+    """Return the low and the high halves of bytes: floats, or integers less 8, or else plus the offset of `dtype`."""
+    if IS_FP4:
+        halves = fp4_value(codes & 15).to(dtype), fp4_value(codes >> 4).to(dtype)
+    elif _IS_INTERPRETED:
         offset: tl.constexpr = -8 if IS_CENTERED else 1024 if dtype == tl.float16 else 128
         halves = ((codes & 15).to(dtype) + offset).to(dtype), ((codes >> 4).to(dtype) + offset).to(dtype)
     elif dtype == tl.float16:
@@ -321,6 +326,7 @@ def _multiplied(
     scale,
     zero,
     HAS_ZERO: tl.constexpr,
+    IS_FP4: tl.constexpr,
     FOLDS: tl.constexpr,
     TILES: tl.constexpr,
     STRIPS: tl.constexpr,
@@ -330,7 +336,7 @@ def _multiplied(
     Scale and zero are those of the piece's outputs, or a pair: of low and of high halves.
     """
     LAST: tl.constexpr = len(scale) - 1
-    low, high = expanded(codes, low_x.dtype, not HAS_ZERO)
+    low, high = expanded(codes, low_x.dtype, not HAS_ZERO, IS_FP4)
     low, high = _matrix(low, TILES, STRIPS), _matrix(high, TILES, STRIPS)
     if HAS_ZERO:
         offset: tl.constexpr = 1024 if low_x.dtype == tl.float16 else 128
@@ -422,6 +428,7 @@ def _project_int4(
     counters,
     num_rows,
     HAS_ZERO: tl.constexpr,
+    IS_FP4: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -489,11 +496,13 @@ def _project_int4(
             piece = tl.load(tiles + tile * 2048)
             fence_shared(OVERLAPS)
             by_output, by_zero = _of_piece(scales, index, PIECES), _of_piece(zeros, index, PIECES)
-            total = _multiplied(total, piece, low_x, high_x, by_output, by_zero, HAS_ZERO, FOLDS, TILES, STRIPS)
+            total = _multiplied(total, piece, low_x, high_x, by_output, by_zero, HAS_ZERO, IS_FP4, FOLDS, TILES, STRIPS)
             if HAS_GATE:
                 piece = tl.load(up_tiles + tile * 2048)
                 by_up, by_zero = _of_piece(up_scales, index, PIECES), _of_piece(up_zeros, index, PIECES)
-                up_total = _multiplied(up_total, piece, low_x, high_x, by_up, by_zero, HAS_ZERO, FOLDS, TILES, STRIPS)
+                up_total = _multiplied(
+                    up_total, piece, low_x, high_x, by_up, by_zero, HAS_ZERO, IS_FP4, FOLDS, TILES, STRIPS
+                )
         scales, zeros = next_scales, next_zeros
         if HAS_GATE:
             up_scales, up_zeros = next_up_scales, next_up_zeros
@@ -529,6 +538,7 @@ def dequantized_int4(weight: PackedInt4, first: int, num_rows: int, dtype: torch
         num_tiles,
         len(weight.scale),
         HAS_ZERO=weight.zero is not None,
+        IS_FP4=weight.is_fp4,
         GROUP=weight.group,
         TILES=tiles,
         OVERLAPS=device.has_dependent_launch,
@@ -549,6 +559,7 @@ def _dequantize_int4(
     num_tiles,
     num_groups,
     HAS_ZERO: tl.constexpr,
+    IS_FP4: tl.constexpr,
     GROUP: tl.constexpr,
     TILES: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -561,7 +572,7 @@ def _dequantize_int4(
     by_zero = _fetched(zero + output, tile, num_groups, stride, HAS_ZERO, GROUP)
     LAST: tl.constexpr = len(by_output) - 1
     start(OVERLAPS)  # what is written here, earlier kernels may read
-    low, high = expanded(piece, dtype, not HAS_ZERO)
+    low, high = expanded(piece, dtype, not HAS_ZERO, IS_FP4)
     low, high = _matrix(low, TILES, 1), _matrix(high, TILES, 1)
     if HAS_ZERO:
         offset: tl.constexpr = 1024 if dtype == tl.float16 else 128

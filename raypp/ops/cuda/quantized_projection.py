@@ -2,7 +2,7 @@
 
 fp8    1 row         of a scale per output: element by element, x in 16 bits, norm included
        more          x in 8 bits, with scales of its own; tensor cores, then the library
-int4   up to 256     after the norm, tensor cores in 16 bits; codes are expanded in registers
+4 bits up to 256     after the norm, tensor cores in 16 bits; codes are expanded in registers
        more          pieces of the weight in 16 bits, which the library multiplies
 """
 
@@ -123,7 +123,7 @@ _PIECE_OUTPUTS = 4096  # of a weight that is expanded at once
 def has_kernel(weight: Weight) -> bool:
     """Whether one of the classes below computes products of a weight."""
     columns = weight.block[1]
-    if weight.kind == "int4":
+    if weight.kind in ("int4", "fp4"):
         return can_pack(weight)
     if columns >= weight.num_inputs:
         return weight.kind == "fp8"

@@ -74,7 +74,7 @@ def _read(config, **more):
             _compressed(format="nvfp4-pack-quantized", weights={"type": "float", "group_size": 16}),
             {"format": "nvfp4", "block": (1, 16)},
         ),
-        ({"quant_method": "mxfp4"}, {"format": "mxfp4", "block": (1, 32)}),
+        ({"quant_method": "mxfp4"}, {"format": "mxfp4", "block": (1, 32), "only": ("experts",)}),
         (MODELOPT, {"format": "nvfp4", "block": (1, 16), "skipped": ("lm_head",)}),
         ({**MODELOPT, "quant_algo": "FP8"}, {"format": "fp8", "block": (1, 0), "skipped": ("lm_head",)}),
         (AUTO_ROUND, {"format": "gptq", "block": (1, 128), "zero_offset": 1}),

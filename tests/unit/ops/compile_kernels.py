@@ -29,7 +29,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from raypp.ops.attention import HeadNorm, Heads
-from raypp.ops.backend import Routing
+from raypp.ops.backend import ExpertWeights, Gate, Routing
 from raypp.ops.block_store import Planes
 from raypp.ops.cuda import (
     between_products,
@@ -41,7 +41,7 @@ from raypp.ops.cuda import (
     row_inputs_kernel,
     verify_kernels,
 )
-from raypp.ops.cuda.experts import CudaExperts
+from raypp.ops.cuda.experts import CudaChosenExperts, CudaExperts
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.product_tuning import input_type_in_8_bits, own_product
@@ -58,7 +58,7 @@ from raypp.ops.sample.tables import (
     Widths,
 )
 from raypp.ops.sample.token_history import TokenHistory
-from raypp.ops.weight import Weight
+from raypp.ops.weight import FP4, Weight
 from raypp.row_params import Needs
 
 CPU = torch.device("cpu")
@@ -341,6 +341,19 @@ def call_experts(workspace: Workspace) -> None:
         layer = CudaExperts(router[0], 1e-6, router, gate_up, down, routing, DEVICE, workspace)
         for rows in (1, 64, 1024):
             layer(torch.empty(rows, 2048, dtype=BF16))
+    of_gpt_oss = torch.empty(32, 2880, dtype=BF16), torch.empty(32, 1440, dtype=BF16)
+    gate_up, down = (
+        Weight(
+            torch.empty(32, outputs, 720, dtype=torch.uint8, device="meta").view(FP4),
+            torch.empty(32, outputs, 45, dtype=torch.float8_e8m0fnu, device="meta"),
+            block=(1, 32),
+        )
+        for outputs in (2880, 1440)
+    )
+    experts = CudaChosenExperts(ExpertWeights(gate_up, down, *of_gpt_oss, Gate(1.702, 7.0, 1.0)), BF16, DEVICE)
+    for rows in (1, 64, 1024):
+        chosen = torch.zeros(rows, 4, dtype=torch.int32)
+        experts(torch.empty(rows, 1440, dtype=BF16), chosen, torch.zeros(rows, 4))
 
 
 def call_quantized(workspace: Workspace) -> None:
@@ -356,9 +369,14 @@ def call_quantized(workspace: Workspace) -> None:
             Fp8Projection(weight, None, norm, DEVICE, workspace, is_gated=True)(x)
             Fp8Projection(weight, None, None, DEVICE, workspace).add(x, residual)
     codes = torch.zeros(2 * size, size // 2, dtype=torch.uint8)
-    for group, has_zeros, dtype in ((128, False, BF16), (32, True, BF16), (64, True, torch.float16)):
+    forms = [(128, False, BF16), (32, True, BF16), (64, True, torch.float16)]
+    weights = []
+    for group, has_zeros, dtype in forms:
         scale = torch.ones(2 * size, size // group, dtype=dtype)
-        weight = Weight(codes, scale, scale.to(torch.uint8) if has_zeros else None, (1, group))
+        weights.append((Weight(codes, scale, scale.to(torch.uint8) if has_zeros else None, (1, group)), dtype))
+    exponents = torch.zeros(2 * size, size // 32, dtype=torch.float8_e8m0fnu)
+    weights.append((Weight(codes.view(FP4), exponents, block=(1, 32)), BF16))
+    for weight, dtype in weights:
         for rows in numbers_of_rows((1, 200), (32, 64, 300)) if dtype == BF16 else (8, 300):
             x, residual = torch.zeros(rows, size, dtype=dtype), torch.zeros(rows, 2 * size, dtype=dtype)
             norm = TokenNorm(torch.ones(size, dtype=dtype), 1e-6)

@@ -325,6 +325,7 @@ QUANTIZED = [
     ("int4", (1, 32)),
     full("int4", (1, 64)),
     full("int4", (1, 0)),  # as those of many rows
+    ("fp4", (1, 32)),
 ]
 
 
@@ -332,7 +333,7 @@ QUANTIZED = [
 def test_quantized_projections(kind, block):
     random = checks.Kernels(EXACT)
     for num_outputs, num_inputs, has_zeros in ((40, 96, True), (72, 160, False)):
-        if num_inputs % (block[1] or 1) and kind == "int4":
+        if num_inputs % (block[1] or 1) and kind != "fp8":
             continue
         weight = checks.quantized_weight(random, kind, num_outputs, num_inputs, block, has_zeros=has_zeros)
         rows = (0, 1, 2, 3, 17)
@@ -358,9 +359,9 @@ def test_cuts_of_int4(group):
                 random.assert_close(y, expected, 4)
 
 
-@pytest.mark.parametrize("kind", [full("fp8"), "int4"])
-def test_quantized_projections_of_many_rows(kind):
-    weight = checks.quantized_weight(checks.Kernels(EXACT), kind, 40, 64, (1, 0), has_order=True)
+@pytest.mark.parametrize(("kind", "group"), [full("fp8", 0), ("int4", 0), full("fp4", 32)])
+def test_quantized_projections_of_many_rows(kind, group):
+    weight = checks.quantized_weight(checks.Kernels(EXACT), kind, 40, 64, (1, group), has_order=True)
     checks.check_quantized_projections(EXACT, weight, (65, 257), has_norm=True, is_gated=True, has_bias=True)
     checks.check_quantized_projections(EXACT, weight, (129, 257), has_residual=True)
 
@@ -420,6 +421,8 @@ def test_packed_codes_unpack():
         unpacked = unpack(packed)
         assert torch.equal(unpacked.data, weight.data)
         assert torch.equal(unpacked.dequantized(EXACT), weight.dequantized(EXACT))
+    weight = checks.quantized_weight(checks.Kernels(EXACT), "fp4", 70, 160, (1, 32))
+    assert torch.equal(unpack(pack(weight)).dequantized(EXACT), weight.dequantized(EXACT))
 
 
 @pytest.mark.parametrize(("size", "block"), [(96, 32), (96, 96), (1100, 128), (1100, 2000)])
