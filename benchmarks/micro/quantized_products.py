@@ -367,25 +367,68 @@ def _name(tuning: Tuning | Int4Tuning | None) -> str:
     return f"{tuning.outputs}x{tuning.inputs} {tuning.num_splits}s {tuning.num_warps}w {tuning.num_stages}st"
 
 
-def print_humming(folder: str, figures: dict[str, Any]) -> None:
-    """Print the times of humming-kernels' products of 4 bits, without norm, gate and sum."""
-    sys.path.insert(0, folder)
+HUMMING: dict[str, tuple[str | None, dict[str, Any], dict[str, Any] | None]] = {
+    "int4 128": ("int4 128", {"dtype": "int4", "group_size": 128}, None),
+    "fp8 outputs": ("fp8 outputs", {"dtype": "float8e4m3"}, {"dtype": "float8e4m3", "quant_mode": "dynamic_token"}),
+    "fp8 blocks": (
+        "fp8 blocks",
+        {"dtype": "float8e4m3", "group_size": 128, "group_size_n": 128},
+        {"dtype": "float8e4m3", "group_size": 128, "quant_mode": "dynamic_group"},
+    ),
+    "mxfp4": (None, {"dtype": "float4e2m1", "group_size": 32, "scale_dtype": "float8e8m0"}, None),
+    "nvfp4": (
+        None,
+        {"dtype": "float4e2m1", "group_size": 16, "scale_dtype": "float8e4m3", "scale_2_type": "tensor"},
+        None,
+    ),
+}
+"""By a name: the form of `FORMS` with the same values, what humming-kernels calls the weight, and rounded tokens."""
+
+
+def humming_layer(form: str, shape: Shape) -> Any:
+    """Return a product of humming-kernels with a random weight."""
     from humming.layer import HummingLayer  # type: ignore[import-not-found]
 
-    for shape in SHAPES:
-        layers = []
-        for _ in range(max(2, math.ceil(BYTES_OF_ALL / 2 / (shape.num_outputs * shape.num_inputs * 0.52)))):
-            config = {"dtype": "int4", "group_size": 128}
-            layer = HummingLayer(shape.num_outputs, shape.num_inputs, weight_config=config, torch_dtype=BF16).cuda()
-            layer.load_from_unquantized(torch.randn(shape.num_outputs, shape.num_inputs, device="cuda", dtype=BF16))
-            layer.transform()
-            layers.append(layer)
-        times = {}
-        for num_rows in (1, 8, 32, 128, 256, 2048):
-            x = torch.randn(num_rows, shape.num_inputs, device="cuda", dtype=BF16)
-            times[num_rows] = try_us([partial(layer, x) for layer in layers])
-        figures[f"humming {shape.name}"] = times
-        print(f"   humming {shape.name}: {_row(times)}", flush=True)
+    own, of_weight, of_tokens = HUMMING[form]
+    layer = HummingLayer(
+        shape.num_outputs,
+        shape.num_inputs,
+        weight_config=dict(of_weight),
+        input_config=None if of_tokens is None else dict(of_tokens),
+        torch_dtype=BF16,
+    ).cuda()
+    if own is None:
+        layer.load_from_unquantized(0.02 * torch.randn(shape.num_outputs, shape.num_inputs, device="cuda", dtype=BF16))
+    else:
+        weight = weight_of(own, shape)
+        assert weight.scale is not None
+        layer.weight.data = weight.data.view(torch.int32)
+        layer.weight_scale.data = weight.scale.to(layer.weight_scale.dtype).reshape(layer.weight_scale.shape)
+    layer.transform()
+    return layer
+
+
+def print_humming(folder: str, figures: dict[str, Any]) -> None:
+    """Print times of humming-kernels' products, and where a row's result has the same bits; no norm, gate and sum.
+
+    Its option `use_batch_invariant` is tried with 4 bits.
+    """
+    sys.path.insert(0, folder)
+    for form, is_invariant in [*((form, False) for form in HUMMING), ("int4 128", True)]:
+        options = {"compute_config": {"use_batch_invariant": True}} if is_invariant else {}
+        named = f"humming {form}{' invariant' if is_invariant else ''}"
+        for shape in SHAPES:
+            began, first = time.monotonic(), humming_layer(form, shape)
+            num_bytes = sum(parameter.nbytes for parameter in first.parameters())
+            layers = [first, *(humming_layer(form, shape) for _ in range(max(1, math.ceil(BYTES_OF_ALL / num_bytes))))]
+            rows = {count: torch.randn(count, shape.num_inputs, device="cuda", dtype=BF16) for count in ROWS}
+            first(rows[1], **options)
+            print(f"   {named} {shape.name}: made and compiled in {time.monotonic() - began:.0f} s", flush=True)
+            times = {count: try_us([partial(layer, x, **options) for layer in layers]) for count, x in rows.items()}
+            figures[f"{named} {shape.name}"] = times
+            x = rows[ROWS[-1]]
+            equal = [n for n in ROWS if torch.equal(first(x[:n], **options)[:1], first(x[:1], **options))]
+            print(f"   {named} {shape.name}: {_row(times)}; a row's bits are the same at {equal}", flush=True)
 
 
 def print_library() -> None:
