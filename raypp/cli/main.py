@@ -19,7 +19,7 @@ import shtab
 from raypp import __version__
 from raypp.api.async_llm import AsyncLLM
 from raypp.api.llm import LLM
-from raypp.cli import batch, doctor, generate, info, serve, tune
+from raypp.cli import batch, compile_model, doctor, generate, info, serve, tune
 from raypp.config.engine_config import EngineConfig
 from raypp.config.env import log_to_stderr, warn_of_unknown_variables
 from raypp.config.http_settings import HttpAddress, HttpSettings
@@ -172,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     batch.add_parser(commands)
     info.add_parser(commands)
     tune.add_parser(commands)
+    compile_model.add_parser(commands)
     serve.add_parser(commands)
     doctor.add_parser(commands)
     return parser

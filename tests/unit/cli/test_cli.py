@@ -65,7 +65,7 @@ class FakeLLM:
         return {"stages": [{"graphs": {"piecewise": cost, "full": cost}}, {"graphs": {}}]}
 
     def _answer(self, index: int, prompt: str) -> RequestOutput:
-        completion = CompletionOutput(index=0, text=prompt.upper(), token_ids=[1, 2], finish_reason="length")
+        completion = CompletionOutput(index=0, text=str(prompt).upper(), token_ids=[1, 2], finish_reason="length")
         return RequestOutput(
             request_id=f"r{index}",
             prompt=prompt,
@@ -103,7 +103,7 @@ def test_without_arguments_there_is_help(capsys: pytest.CaptureFixture[str]) -> 
     assert "serve" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["generate", "batch", "info", "tune", "serve"])
+@pytest.mark.parametrize("command", ["generate", "batch", "info", "tune", "compile", "serve"])
 def test_the_most_used_options_come_first_in_the_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
@@ -112,6 +112,16 @@ def test_the_most_used_options_come_first_in_the_help(command: str, capsys: pyte
     assert first < 70
     assert lines[first + 1].split()[0] == "--num-stages"
     assert sum(line.startswith("  --max-num-seqs") for line in lines) == 1  # each once
+
+
+def test_compiling_needs_no_weights_and_no_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+    llm = FakeLLM()
+    assert main(["compile", "tiny", "--num-stages", "2"], entry_points=EntryPoints(open_llm=llm.open)) == 0
+    assert capsys.readouterr().out.startswith("ready after 0 s, first tokens ")
+    assert llm.config is not None
+    assert (llm.config.model.load_format, llm.config.model.skip_tokenizer_init) == ("dummy", True)
+    assert llm.config.parallel.num_stages == 2
+    assert llm.num_closed == 1
 
 
 def test_the_models_defaults_hold_for_options_that_are_left_out() -> None:
