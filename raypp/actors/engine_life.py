@@ -6,6 +6,7 @@ import logging
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +31,11 @@ from raypp.tracing import write_chrome_trace
 _ANSWER_S = 2.0
 _WATCH_S = 1.0
 _POLL_S = 0.1
+_NOTED_S = 60.0
+_SLOW_START = (
+    "the engine has been starting for {:.0f} s, and may for {:.0f} more (start_timeout_s): stages read weights, and "
+    "compile what no start on this machine has compiled yet; `raypp compile MODEL` does that before"
+)
 _STAND_BY_S = 2.0  # for a stage's loop and device to end what they are at
 _PATIENCE_S = 0.5  # for processes to go when Ray ends them at once
 _LAST_TRACE_S = 2.0  # of a life that has died; all requests wait meanwhile
@@ -220,9 +226,12 @@ class EngineLife:
         self._check()  # without a Ray the call would start one
         ends = Deadline(deadline.remaining_s + _ANSWER_S)
         with _errors_of_the_driver(f"start_timeout_s={deadline.seconds:g}"):
-            answer = getattr(self._driver, method).remote(*args)
+            answer, began, noted_s = getattr(self._driver, method).remote(*args), time.monotonic(), 0.0
             while not ray.wait([answer], timeout=min(_POLL_S, ends.remaining_s))[0] and ends.remaining_s:
                 self._check()
+                if self._plan.device == "cuda" and time.monotonic() - began > noted_s + _NOTED_S:
+                    noted_s += _NOTED_S
+                    logger.warning("%s", _SLOW_START.format(noted_s, deadline.remaining_s))
             return ray.get(answer, timeout=0)
 
     def _check(self) -> None:
