@@ -22,6 +22,22 @@ _MAX_HEADER_BYTES = 100_000_000  # what safetensors itself accepts
 _COMPARED_AT_ONCE = 1 << 24
 
 
+_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""Of a language model beside a tower, and by itself."""
+
+
+def name_of_text(name: str) -> str:
+    """Return what a tensor or module is called in the language model, if it is one of a model that has a tower."""
+    for prefix, own in _PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
+
+
 class StoredTensor(NamedTuple):
     """Where a tensor lies."""
 

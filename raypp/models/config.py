@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 from raypp.errors import ModelLoadError, page
 from raypp.models.asked import PROBE, asked
 from raypp.models.attention_config import AttentionConfig
-from raypp.models.checkpoint_names import are_alike, file_of_tensor, has_safetensors, stored_tensors
+from raypp.models.checkpoint_names import are_alike, file_of_tensor, has_safetensors, name_of_text, stored_tensors
 from raypp.models.config_fields import ConfigFields, read_json
 from raypp.models.families import FAMILIES, QWEN_EXPERTS, ExpertFamily, ExpertNames, Windows
 from raypp.models.generation_config import GENERATION_CONFIG
@@ -277,6 +277,8 @@ def _transformers_config(
     if name != found["class"] and not name.endswith(_WITH_TOWER):
         raise whole.error("architectures", name, f"{found['class']}, which transformers has for this model_type")
     text = ConfigFields(whole.file, {**whole.values, **(whole.get("text_config") or {})})
+    tied = {"tie_word_embeddings": found["tie_word_embeddings"]}
+    quantization = read_quantization(ConfigFields(text.file, {**text.values, **tied}))
     if has_options:
         raise text.error("rope_scaling", "an option", "none: transformers' modules rotate as config.json says")
     return ModelConfig(
@@ -293,7 +295,7 @@ def _transformers_config(
         tie_word_embeddings=found["tie_word_embeddings"],
         max_position_embeddings=found["max_position_embeddings"] or _USUAL_POSITIONS,
         dtype=read_dtype(text),
-        quantization=read_quantization(text),
+        quantization=None if quantization is None else quantization.renamed(name_of_text),
         eos_token_ids=_eos_token_ids(path, ConfigFields(text.file, {**text.values, "vocab_size": found["vocab_size"]})),
         measured=tuple(
             MeasuredLayer(**{**layer, **{name: tuple(map(tuple, layer[name])) for name in ("linears", "experts")}})

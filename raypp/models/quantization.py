@@ -28,7 +28,7 @@ _PATTERN = "re:"
 _EXPERTS = ("experts",)
 _ALL_LINEAR = "Linear"  # the class, as compressed-tensors' `targets` may name one
 _FOUR_BITS = ("awq", "gptq", "compressed_int4", "mxfp4", "nvfp4")
-_SCALE_BYTES = {"mxfp4": 1, "awq": 2, "gptq": 2, "compressed_int4": 2}
+_SCALE_BYTES = {"mxfp4": 2, "awq": 2, "gptq": 2, "compressed_int4": 2}
 _USUAL_SCALE_BYTES = 4
 FP4_FORMATS: dict[WeightFormat, int] = {"nvfp4": 16, "mxfp4": 32}
 """Inputs that share a scale, by the form of floats of 4 bits."""
@@ -43,7 +43,7 @@ _COMPRESSED_FORMATS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """The form of a model's linear layers, embedding and LM head aside."""
+    """The form of a model's linear layers or experts, embedding and LM head aside."""
 
     format: WeightFormat
     block: tuple[int, int]  # outputs and inputs that share a scale; 0 inputs: all of them
@@ -57,6 +57,10 @@ class Quantization:
     def bits(self) -> int:
         """Of an element."""
         return 4 if self.format in _FOUR_BITS else 8
+
+    def renamed(self, rename: Callable[[str], str]) -> Quantization:
+        """Return the same with other names of modules; patterns stay."""
+        return replace(self, skipped=tuple(map(rename, self.skipped)), only=tuple(map(rename, self.only)))
 
     @property
     def is_of_experts(self) -> bool:
@@ -91,7 +95,8 @@ def _sorted_names(listed: Sequence[str]) -> _Named:
     """Return the names, and the patterns. A star in a name is any text."""
     patterns = [name.removeprefix(_PATTERN) for name in listed if name.startswith(_PATTERN)]
     others = [name.strip(".") for name in listed if not name.startswith(_PATTERN)]
-    patterns += [fnmatch.translate(name.rstrip("*") + "*") for name in others if "*" in name]
+    globs = [name for name in others if "*" in name]
+    patterns += [fnmatch.translate(name + below) for name in globs for below in ("", ".*")]
     return frozenset(name for name in others if "*" not in name), [re.compile(pattern) for pattern in patterns]
 
 
@@ -271,7 +276,8 @@ def _read_compressed(section: _Section, model: ConfigFields) -> Quantization | N
         raise section.error("config_groups", f"{len(read)} kinds of weights", "one kind for all linear layers")
     only = [group.only for group in read.values()]
     quantization = replace(next(iter(read.values())), only=sum(only, ()) if all(only) else ())
-    if quantization.covers(LM_HEAD_MODULE) and not model.get("tie_word_embeddings"):
+    heads = (LM_HEAD_MODULE, f"language_model.{LM_HEAD_MODULE}")  # beside a tower
+    if all(map(quantization.covers, heads)) and not model.get("tie_word_embeddings"):
         raise section.error(
             "ignore", f"{len(skipped)} names without {LM_HEAD_MODULE}", f"{LM_HEAD_MODULE} among them: it is in 16 bits"
         )
@@ -301,14 +307,15 @@ def _read_group(section: _Section, group: _Section, skipped: tuple[str, ...]) ->
     elif strategy == "block":
         block = _block(weights, "block_structure")
     order = weights.get("actorder")
-    if order not in (None, False, True, "group", "weight", "dynamic", "static"):
-        raise weights.error("actorder", _said(order), "'group' or 'weight', or nothing")
+    by_group = (True, "group", "dynamic") if may_have_zeros else ()
+    if order not in (None, False, "weight", "static", *by_group):
+        raise weights.error("actorder", _said(order), ("'group' or " if by_group else "") + "'weight', or nothing")
     formats: dict[tuple[str, int], WeightFormat] = {("int", 4): "compressed_int4", ("int", 8): "int8"}
     return Quantization(
         format=formats.get((kind, bits), "fp8"),
         block=block,
         has_zeros=has_zeros,
-        has_order=may_have_zeros and order in (True, "group", "dynamic") and block[1] > 0,
+        has_order=order in by_group and block[1] > 0,
         skipped=skipped,
         only=only,
     )
@@ -335,12 +342,17 @@ def _read_modelopt(section: _Section, _: ConfigFields) -> Quantization:
 
 def _read_auto_round(section: _Section, fields: ConfigFields) -> Quantization:
     section.require("data_type", ("int",), where_unsaid="int")
-    packing = section.require("packing_format", tuple(_AUTO_ROUND_PACKINGS))
+    packing = section.require("packing_format", tuple(_AUTO_ROUND_PACKINGS), where_unsaid="auto_round:auto_gptq")
     skipped = []
-    for module, of_module in (section.get("extra_config") or {}).items():
-        if not isinstance(of_module, dict) or of_module.get("bits") not in (16, 32):
+    for module, of_module in (section.below("extra_config").values if section.get("extra_config") else {}).items():
+        bits = of_module.get("bits", section.get("bits")) if isinstance(of_module, dict) else of_module
+        group_size = of_module.get("group_size", section.get("group_size")) if isinstance(of_module, dict) else None
+        if bits in (16, 32):
+            skipped.append(module if re.fullmatch(r"[\w.]+", module) else f"{_PATTERN}.*(?:{module})")
+        elif (bits, group_size) != (section.get("bits"), section.get("group_size")):
             raise section.error("extra_config", f"{module}: {of_module}", "modules of 16 bits: all others are alike")
-        skipped.append(module)
+    for module in skipped:
+        section.check_pattern("extra_config", module)
     read = _AUTO_ROUND_PACKINGS[packing](section, fields)
     return replace(read, skipped=(*read.skipped, *skipped))
 

@@ -3,7 +3,9 @@
     linear layers   by the kernel set's products; those that read the same tensor become one
     norms           RMSNorm with a weight w, or 1 + w
     heads           norm and rotation of queries and keys, by the attention's kernel, which then reads one tensor
-    experts         by the kernel set's, where they are down(silu(gate) * up) without biases
+    experts         by the kernel set's, where they are down(silu(gate) * up), or gpt-oss's
+
+Weights of few bits are held as the checkpoint has them where one of these products takes them.
 
 Nothing of that goes by names. Norms, rotations and experts are tried with random numbers, in float32. What becomes of a
 linear layer's output is seen in a step of a few tokens: where each tensor begins says what it was made of.
@@ -36,7 +38,7 @@ _LOG = logging.getLogger(__name__)
 ATTENTION = EXPERTS = "raypp"
 _PLACE = "raypp_attention"
 _ROTATION = "apply_rotary_pos_emb"
-Held = Mapping[tuple[nn.Module, str], Weight]
+Held = dict[tuple[nn.Module, str], Weight]
 _PRODUCTS = "raypp_products"
 _OF_EXPERTS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 NUM_TRIED_TOKENS = 11
@@ -370,7 +372,7 @@ def use_kernels(
         attentions: Theirs.
         kernels: Of the device.
         run: Runs the layers with `NUM_TRIED_TOKENS` tokens.
-        held: Weights that are not in 16 or 32 bits, by module and parameter.
+        held: Weights that are not in 16 or 32 bits, by module and parameter; each is taken out when it is used.
     """
     global _trial
     inputs: dict[nn.Module, tuple[int, int, torch.Tensor]] = {}
@@ -396,10 +398,8 @@ def use_kernels(
                 _replace_linears(parent, inputs, held, kernels)
                 _replace_experts(parent, forms, held, kernels)
             inputs.clear()
-            modules = set(model.modules())
-            for (module, name), weight in held.items():
-                if module in modules and name in module._parameters:  # of a kind of its own, or never called
-                    _put_dense(module, name, weight)
+            for module, name in list(held):  # of a kind of its own, or never called
+                _put_dense(module, name, held.pop((module, name)))
             _trial.seen = _Seen()
             run()
             _trial = _Trial(has_kernels=True, heads_by_kernels=False)
@@ -478,7 +478,7 @@ def _replace_linears(
             key = (place, version, module.weight.shape[1], module.weight.dtype, module.bias is None)
             groups.setdefault((*key, *_form(held.get((module, "weight")))), []).append(module)
     for linears in groups.values():
-        weights = [held.get((linear, "weight")) or Weight(linear.weight.detach()) for linear in linears]
+        weights = [_taken(held, linear) for linear in linears]
         joined = _Linear(linears, weights, kernels)
         if len(linears) == 1:
             parent._modules[names[linears[0]]] = joined
@@ -491,6 +491,12 @@ def _replace_linears(
             begin = end
 
 
+def _taken(held: Held, linear: nn.Linear) -> Weight:
+    """Return the weight of a linear layer, which nothing else has then."""
+    place = (linear, "weight")
+    return held.pop(place) if place in held else Weight(linear.weight.detach())
+
+
 def _form(weight: Weight | None) -> tuple[object, ...]:
     """Return what weights that become one product have in common."""
     if weight is None:
@@ -499,10 +505,10 @@ def _form(weight: Weight | None) -> tuple[object, ...]:
 
 
 def _put_dense(module: nn.Module, name: str, weight: Weight) -> None:
-    """Give a module a weight in its own type; inputs before outputs where its shape says so."""
-    parameter = getattr(module, name)
-    dense = weight.dequantized(parameter.dtype)
-    dense = dense if dense.shape == parameter.shape else dense.transpose(-2, -1).contiguous()
+    """Give a module a weight in its own type."""
+    dense = weight.dequantized(getattr(module, name).dtype)
+    if dense.ndim == 3 and getattr(module, "is_transposed", False):  # inputs before outputs
+        dense = dense.transpose(-2, -1).contiguous()
     setattr(module, name, nn.Parameter(dense, requires_grad=False))
 
 
@@ -540,8 +546,8 @@ def _replace_experts(
     if form is None:
         return
     weights = ExpertWeights(
-        form.weight(held.get((module, _OF_EXPERTS[0]), gate_up), is_gated=True),
-        form.weight(held.get((module, _OF_EXPERTS[1]), down), is_gated=False),
+        form.weight(held.pop((module, _OF_EXPERTS[0]), gate_up), is_gated=True),
+        form.weight(held.pop((module, _OF_EXPERTS[1]), down), is_gated=False),
         form.bias(bias, is_gated=True),
         form.bias(down_bias, is_gated=False),
         form.gate,

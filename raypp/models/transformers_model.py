@@ -30,6 +30,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from raypp.errors import ModelLoadError
 from raypp.graphs.cost import GRAPH_MODES, GraphCost, GraphMode
+from raypp.models.checkpoint_names import name_of_text
 from raypp.models.config import ModelConfig
 from raypp.models.decoder import Deepstack
 from raypp.models.quantization import Quantization
@@ -37,13 +38,14 @@ from raypp.models.transformers_layers import (
     ATTENTION,
     EXPERTS,
     NUM_TRIED_TOKENS,
+    Held,
     LayerAttention,
     Step,
     attend_at,
     num_bytes,
     use_kernels,
 )
-from raypp.models.weight_formats import check_shape, quantized_tensors
+from raypp.models.weight_formats import check_shape, quantized_tensors, require_floats
 from raypp.models.weights import CheckpointWeights, DummyWeights, WeightSource
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.backend import KernelSet, LMHead
@@ -52,12 +54,6 @@ from raypp.ops.weight import Weight
 
 _LOG = logging.getLogger(__name__)
 _MOST_SAID = 400
-_PREFIXES = {
-    "model.language_model.": "model.",
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-}
-"""Of a language model beside a tower, and by itself."""
 
 
 def empty_model(path: Path, dtype: torch.dtype, *, trusts_code: bool = False) -> Any:
@@ -110,14 +106,6 @@ def layers_of(model: Any) -> nn.ModuleList:
         f"{type(model).__name__} keeps its layers in no list, so that no stage can have some of them",
         expected=f"{num_layers} layers in a ModuleList",
     )
-
-
-def _name_of_text(name: str) -> str:
-    """Return what a tensor is called in the language model, if it is one of a model that has a tower besides."""
-    for prefix, own in _PREFIXES.items():
-        if name.startswith(prefix):
-            return own + name.removeprefix(prefix)
-    return name
 
 
 def _covers(form: Quantization, name: str) -> bool:
@@ -227,7 +215,7 @@ class TransformersModel:
         return own + num_bytes(self._model)
 
     def owns_tensor(self, name: str) -> bool:
-        """Return whether a tensor that was not read should have been: transformers names those itself."""
+        """Return whether a tensor that was not read should have been: of these modules none is known to be."""
         return False
 
     def load_weights(self, source: WeightSource) -> None:
@@ -254,7 +242,7 @@ class TransformersModel:
             for name, (module, last) in places.items()
             if module in own and (type(module) is nn.Linear or getattr(module, last).ndim == 3)
         }
-        held: dict[tuple[nn.Module, str], Weight] = {}  # weights of few bits, as they are
+        held: Held = {}  # weights of few bits, as they are
         if isinstance(source, CheckpointWeights):
             load = LoadStateDictConfig(
                 weight_mapping=get_model_conversion_mapping(model), dtype=model.dtype, device_map=device_map
@@ -263,6 +251,12 @@ class TransformersModel:
             info, _ = convert_and_load_state_dict_in_model(model, slices, load)
             parameters = {name for name, _ in model.named_parameters()} - self._tied
             parameters -= {name for name, place in places.items() if place in held}
+            for name, got, expected in sorted(info.mismatched_keys):
+                raise ModelLoadError(
+                    f"{self._path}: tensor {name} has the wrong shape",
+                    got=list(got),
+                    expected=f"{list(expected)}, by config.json",
+                )
             if missing := sorted(info.missing_keys & parameters):
                 raise ModelLoadError(
                     f"{self._path} lacks tensors",
@@ -317,24 +311,25 @@ class TransformersModel:
         self,
         source: CheckpointWeights,
         places: Mapping[str, tuple[nn.Module, str]],
-        held: dict[tuple[nn.Module, str], Weight],
+        held: Held,
     ) -> dict[str, Any]:
         """Return a checkpoint's tensors; weights of few bits that have a place go to `held` instead."""
         slices, form = source.slices(), self._config.quantization
         if form is not None:
             names = set(slices)
             if form.format == "online_fp8":
-                names = {name for name in slices if (own := _name_of_text(name)) in places and _covers(form, own)}
+                names = {name for name in slices if (own := name_of_text(name)) in places and _covers(form, own)}
             found, used = quantized_tensors(names, source, form, self._dtype, self._device)
             slices = {name: tensor for name, tensor in slices.items() if name not in used}
             for name, tensor in found.items():
-                place = places.get(_name_of_text(name))
+                place = places.get(name_of_text(name))
                 if place is None:
                     slices[name] = tensor
                 else:
                     held[place] = tensor.read()
                     check_shape(name, held[place], tuple(getattr(*place).shape))
-        return {_name_of_text(name): tensor for name, tensor in slices.items()}
+        require_floats({name: tensor.get_dtype() for name, tensor in slices.items()})
+        return {name_of_text(name): tensor for name, tensor in slices.items()}
 
     def _run_once(self) -> torch.Tensor:
         hidden = torch.ones(NUM_TRIED_TOKENS, self.hidden_size, dtype=self._dtype, device=self._device)

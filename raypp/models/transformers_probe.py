@@ -146,7 +146,7 @@ def _measured(layer: nn.Module, config: Any, names: Mapping[object, str]) -> Mea
     num_experts = max((len(parameter) for parameter in experts), default=0)
     chosen = next((getattr(config, name) for name in _CHOSEN if getattr(config, name, None)), num_experts)
     of_experts = sum(parameter.numel() for parameter in experts)
-    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+    linears = [module for module in layer.modules() if type(module) is nn.Linear]
     return MeasuredLayer(
         num_parameters=sum(parameter.numel() for parameter in layer.parameters()) - of_experts,
         num_expert_parameters=of_experts,

@@ -20,13 +20,13 @@ for FP4 the OCP Microscaling Formats (MX) Specification 1.0 and ModelOpt's expor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Protocol
 
 import torch
 
-from raypp.errors import ModelLoadError
+from raypp.errors import ModelLoadError, page
 from raypp.models.quantization import Quantization, WeightFormat
 from raypp.ops.weight import FP4, Weight, quantize_rows
 
@@ -142,7 +142,12 @@ def _read_int8(stored: StoredWeight) -> Weight:
 
 def _read_mxfp4(stored: StoredWeight) -> Weight:
     exponents = stored.get("weight_scale", (stored.num_outputs, stored.num_groups), torch.uint8)
-    return Weight(_packed_fp4(stored, "weight_packed"), exponents.view(torch.float8_e8m0fnu), block=stored.block)
+    return Weight(_packed_fp4(stored, "weight_packed"), powers_of_two(exponents), block=stored.block)
+
+
+def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """Return 2^(e - 127) of uint8, in the shortest type that has all of them and that kernels read."""
+    return exponents.view(torch.float8_e8m0fnu).to(torch.bfloat16)
 
 
 def _read_nvfp4(stored: StoredWeight) -> Weight:
@@ -267,6 +272,22 @@ def quantized_tensors(
     return found, used
 
 
+def require_floats(types: Mapping[str, str]) -> None:
+    """Refuse tensors of few bits that are no quantized weight: as floats they would have no scale.
+
+    Raises:
+        ModelLoadError: there is one.
+    """
+    for name, dtype in types.items():
+        if dtype.startswith("F8") or (dtype in ("I8", "U8", "I32") and name.endswith(_DATA)):
+            raise ModelLoadError(
+                f"tensor {name} is not of a type that raypp can use for it",
+                got=dtype,
+                expected="F32, F16 or BF16, or a weight as config.json's quantization_config describes it",
+                hint=page("quantization"),
+            )
+
+
 def check_shape(name: str, weight: Weight, shape: tuple[int, ...]) -> None:
     """Refuse a weight of another shape than the model needs, outputs before inputs or after them.
 
@@ -281,7 +302,7 @@ def check_shape(name: str, weight: Weight, shape: tuple[int, ...]) -> None:
 
 _DATA = ("weight", "weight_packed", "qweight")
 _SCALES = ("scales", "weight_scale", "weight_scale_inv")
-_OTHERS = ("qzeros", "g_idx", "weight_shape", "weight_g_idx", "weight_zero_point", "weight_scale_2")
+_OTHERS = ("input_zero_point", "qzeros", "g_idx", "weight_shape", "weight_g_idx", "weight_zero_point", "weight_scale_2")
 _PARTS = (*_DATA, *_SCALES, *_OTHERS, "weight_global_scale", "input_scale", "input_global_scale")
 
 
@@ -312,7 +333,7 @@ def _read_experts(tensors: StoredTensors, name: str, device: torch.device) -> We
     shape = tensors.shape_of(f"{name}_blocks") or ()
     blocks = tensors.get(f"{name}_blocks", shape, torch.uint8).to(device).flatten(-2)
     exponents = tensors.get(f"{name}_scales", shape[:-1], torch.uint8).to(device)
-    return Weight(blocks.view(FP4), exponents.view(torch.float8_e8m0fnu), block=(1, 2 * shape[-1]))
+    return Weight(blocks.view(FP4), powers_of_two(exponents), block=(1, 2 * shape[-1]))
 
 
 _READERS: dict[WeightFormat, Callable[[StoredWeight], Weight]] = {

@@ -191,7 +191,7 @@ def check_tensor(
         hint = None
         if allowed == _FLOATS:
             hint = (
-                "only linear layers of the language model's layers can be quantized, and config.json's "
+                "only linear layers and experts of the language model's layers can be quantized, and config.json's "
                 f"quantization_config has to say so; {page('quantization')}"
             )
         elif got_type in _FLOATS:
@@ -261,7 +261,7 @@ class DummyWeights:
             data = self._repeated(numbers[:, 0] | numbers[:, 1] << 4, (*outer, num_outputs, num_inputs // 2))
             deviation = _FP4_DEVIATION if is_float else math.sqrt((15**2 - 1) / 12)
             data, dtype = (data.view(FP4), torch.float32) if is_float else (data, torch.float16)
-            dtype = torch.float8_e8m0fnu if quantization.format == "mxfp4" else dtype
+            dtype = torch.bfloat16 if quantization.format == "mxfp4" else dtype
             zero = torch.full(blocks, 8, dtype=torch.uint8, device=self._device) if quantization.has_zeros else None
             if quantization.has_order:
                 order = torch.randperm(num_inputs, generator=self._generator(f"order/{num_inputs}")).to(self._device)
@@ -302,7 +302,9 @@ class DummyWeights:
 _NAMED_AT_MOST = 8
 _UNUSED = (
     "rotary_emb.inv_freq",  # stored by old checkpoints; follows from config.json
-    ".input_scale",  # of activations in 8 bits, which are never rounded by a scale of the checkpoint
+    ".input_scale",  # of activations in few bits, which are never rounded by a scale of the checkpoint
+    ".input_global_scale",
+    ".input_zero_point",
     ".activation_scale",
 )
 

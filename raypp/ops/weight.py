@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Literal
 
 import torch
@@ -77,6 +78,11 @@ class Weight:
         """Return the matrix, [..., N, K], in `dtype`; plain data of that type are returned as they are."""
         if self.scale is None:
             return self.data.to(dtype)
+        if self.data.ndim > 2:  # one by one: what is computed in between takes several times as much
+            matrices = torch.empty(*self.data.shape[:-1], self.num_inputs, dtype=dtype, device=self.data.device)
+            for index, matrix in enumerate(matrices):
+                matrix.copy_(self.mapped(itemgetter(index)).dequantized(dtype))
+            return matrices
         if self.kind in ("int4", "fp4"):
             in_bytes = self.data.view(torch.uint8)
             codes = torch.stack((in_bytes & 15, in_bytes >> 4), -1).flatten(-2)

@@ -2,7 +2,7 @@
 
 It can be had also where the memory does not suffice, so that `raypp info` can say what is too large.
 
-A device that cannot multiply the form of the weights (INT4, FP8) holds them in the activations' type; sizes count those
+A device that cannot multiply the form of the weights (FP8, INT8, ...) holds them in the activations' type; sizes count those
 bytes.
 """
 
@@ -269,7 +269,7 @@ def with_weight_form(
     """
     if config.model.quantization is None:
         return model
-    if model.quantization is not None and model.quantization.bits != 8:
+    if model.quantization is not None and model.quantization.format != "fp8":
         raise ConfigError(
             "model.quantization asks for FP8, and the checkpoint's weights are in another form",
             got=f"quantization=fp8, weights of {model.quantization.bits} bits ({model.quantization.format})",

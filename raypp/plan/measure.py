@@ -160,7 +160,7 @@ def model_of_alike_layers(model: ModelConfig, layer_index: int, num_layers: int)
     if quantization is not None:
         prefix = layer_prefix(model, layer_index)
         plain = [name for name in linear_modules(model, layer_index) if not quantization.covers(prefix + name)]
-        quantization = replace(quantization, skipped=tuple(plain))
+        quantization = replace(quantization, skipped=tuple(plain), only=())
     attention = (model.attention[layer_index],) * num_layers
     return replace(model, attention=attention, experts=experts, quantization=quantization)
 

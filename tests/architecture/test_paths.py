@@ -35,16 +35,16 @@ MAX_CHAT = (70, 720)  # on a busy machine some 50 functions more run than on an 
 # Statements, docstrings aside. Aims: 26,300 in raypp, 2,100 in serve_app. A larger budget is a decision: say why.
 MAX_STATEMENTS = {
     "raypp": 1_290,  # modules of no package; the request, which was the scheduler's, among them
-    "raypp/actors": 1_785,
+    "raypp/actors": 1_790,
     "raypp/api": 2_320,
     "raypp/batch_job": 860,
-    "raypp/cli": 1_010,
+    "raypp/cli": 1_035,
     "raypp/config": 565,
     "raypp/driver": 1_010,
     "raypp/encoder": 580,
     "raypp/grammar": 1_470,
     "raypp/graphs": 420,
-    "raypp/models": 3_040,  # with transformers' modules and the kernel set in their place; nine forms of weights
+    "raypp/models": 3_060,  # with transformers' modules and the kernel set in their place; nine forms of weights
     "raypp/openai_api": 2_590,
     "raypp/ops": 4_780,  # with caches and attention by layer; experts with biases, gates with limits
     "raypp/pictures": 690,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops.backend import Routing
+from raypp.ops.backend import SILU, Routing
 from raypp.ops.cpu.torch_kernels import RMSNorm, TorchChosenExperts, TorchExperts, TorchKernels
 from raypp.ops.cuda.experts import ExpertShape, choose_cut
 from raypp.ops.cuda.kernel_launch import Device
@@ -60,7 +60,7 @@ class PlainArithmetic(TorchKernels):
                 [PlainLinear(matrix, None, block, 0 if block else _ANY_ROWS) for matrix in of_weight]
                 for of_weight, block in zip(matrices, blocks, strict=True)
             ]
-            return TorchExperts(norm, router, TorchChosenExperts(*both), routing)
+            return TorchExperts(norm, router, TorchChosenExperts(*both, SILU), routing)
 
         shape = ExpertShape(down.num_outputs, down.num_inputs, len(down.data), routing.num_chosen, kinds)
         in_tiles = [SCALED if kind == "fp8" else 0 for kind in kinds]

@@ -17,7 +17,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine
-from raypp.testing.try_decoder import prompts
+from raypp.testing.try_decoder import prompts, try_cut
 from raypp.types import SamplingParams
 
 FAMILY_SEEDS = (("qwen3", 14), ("llama", 9), ("qwen2", 12))  # all of one file; tied and not, with and without biases
@@ -94,6 +94,7 @@ def test_greedy_tokens_of_transformers_modules(tmp_path, index, form):
 def test_greedy_tokens_of_gpt_oss_in_mxfp4(tmp_path):
     plain = make_shrunken("gpt_oss", tmp_path / "plain")
     quantize_experts(plain, tmp_path / "small")
+    assert try_cut(tmp_path / "small", [2, 2]) == {"whole": None, "cut": None}  # what a first start tries
     texts = [greedy_tokens(path, prompts()) for path in (tmp_path / "small", plain)]
     assert texts[0] == texts[1]
     assert len(set(texts[0][0])) > 3

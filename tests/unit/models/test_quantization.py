@@ -194,6 +194,7 @@ def test_gptqs_dynamic_modules():
         ({**AUTO_ROUND, "packing_format": "auto_round"}, ["packing_format", "auto_round:auto_gptq"]),
         ({**AUTO_ROUND, "extra_config": {"a": {"bits": 8}}}, ["extra_config", "a: {'bits': 8}", "16 bits"]),
         ({"quant_method": "mxfp4", "group_size": 16}, ["group_size", "16", "32"]),
+        (_compressed(weights={"num_bits": 8, "actorder": "group"}), ["actorder", "'group'", "'weight'"]),
         (_compressed(weights={"strategy": "tensor"}), ["strategy", "tensor", "'channel' or 'group'"]),
         (_compressed(weights={"actorder": "so"}), ["actorder", "'so'"]),
         (_compressed(weights={"type": "nf"}), ["type", "'nf'", "'float' or 'int'"]),
@@ -228,6 +229,21 @@ def test_groups_that_differ_are_refused():
         _read(config)
 
 
+@pytest.mark.parametrize(
+    ("config", "covered", "skipped"),
+    [
+        ({**MODELOPT, "ignore": ["model.layers.*.mlp.gate"]}, ["mlp.gate_proj"], ["mlp.gate", "mlp.gate.weight"]),
+        ({**MODELOPT, "ignore": ["*self_attn*"]}, ["mlp.gate_proj"], ["self_attn.q_proj"]),
+        ({**AUTO_ROUND, "extra_config": {r".*mlp\.gate$": {"bits": 16}}}, ["mlp.gate_proj"], ["mlp.gate"]),
+        ({**AUTO_ROUND, "extra_config": {"mlp.up_proj": {"bits": 4, "group_size": 128}}}, ["mlp.up_proj"], []),
+    ],
+)
+def test_names_with_stars_and_patterns(config, covered, skipped):
+    quantization = _read(config)
+    assert all(quantization.covers(f"model.layers.3.{name}") for name in covered)
+    assert not any(quantization.covers(f"model.layers.3.{name}") for name in skipped)
+
+
 def test_groups_name_the_modules_that_are_quantized():
     config = _compressed({"targets": ["re:.*self_attn.*"]}, ignore=["re:.*k_proj"])
     config["config_groups"]["group_1"] = config["config_groups"]["group_0"] | {"targets": ["mlp.down_proj"]}
@@ -236,6 +252,10 @@ def test_groups_name_the_modules_that_are_quantized():
     names = ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.down_proj")
     assert [quantization.covers(layer + name) for name in names] == [True, False, False, True]
     assert not quantization.covers("lm_head")
+
+
+def test_an_lm_head_beside_a_tower_may_be_named_so():
+    assert _read(_compressed(ignore=["language_model.lm_head", "re:vision_tower.*"])) is not None
 
 
 def test_a_tied_lm_head_needs_no_word():

@@ -132,8 +132,7 @@ def test_dummies_are_in_the_form_of_the_checkpoint(tmp_path, form):
             assert (of_read.shape, of_read.dtype) == (of_dummy.shape, of_dummy.dtype), name
     assert (read.block, read.num_bytes) == (dummy.block, dummy.num_bytes)
     values = dummy.dequantized(torch.float32)
-    usual = 0.0229 if form == "mxfp4" else 0.02  # scales are powers of two
-    assert abs(values.std() - usual) < 0.0005
+    assert 0.0195 < values.std() < 0.0205
     assert abs(values.mean()) < 0.0005
     assert torch.equal(values, drawn().dequantized(torch.float32))
     for other in (drawn(seed=1), drawn("n.")):
@@ -194,7 +193,7 @@ def test_quantized_tensors_that_config_json_does_not_speak_of(tmp_path):
 def test_a_quantized_lm_head(tmp_path):
     save_file({"m.lm_head.weight": torch.ones(16, 24).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     with pytest.raises(
-        ModelLoadError, match=r"lm_head\.weight is not of a type .* got: F8_E4M3; .*only linear layers of"
+        ModelLoadError, match=r"lm_head\.weight is not of a type .* got: F8_E4M3; .*only linear layers and experts of"
     ):
         reader(tmp_path, quantization_of(CONFIGS["fp8 blocks"])).tensor("lm_head.weight", 16, 24)
 

@@ -105,11 +105,15 @@ def test_attention_of_many_drafts_fits_the_shared_memory(heads, query_len, cut):
 
 
 def test_attention_of_too_many_drafts_says_how_many_fit():
-    device = Device(torch.device("cpu"), 128, has_dependent_launch=False, shared_bytes=99 << 10)
-    decode = TritonDecode(64, 4, 128, 17, device, Workspace(torch.device("cpu")))
-    with pytest.raises(ConfigError, match="at most 15 drafts") as raised:
-        decode.cut(1, 17)
-    assert raised.value.got == "16 drafts, 99 KiB"
+    def decode(kib):
+        device = Device(torch.device("cpu"), 128, has_dependent_launch=False, shared_bytes=kib << 10)
+        return TritonDecode(64, 4, 128, 17, device, Workspace(torch.device("cpu")))
+
+    assert decode(99).cut(1, 17).num_shares == 2  # programs that have eight heads each
+    with pytest.raises(ConfigError) as raised:
+        decode(12).cut(1, 17)
+    assert raised.value.got == "16 drafts, 12 KiB"
+    assert raised.value.expected == "at most 15 drafts, with heads of 128"
 
 
 def test_fewer_bits():

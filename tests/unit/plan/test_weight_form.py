@@ -63,7 +63,7 @@ def test_transformers_modules_hold_the_form(
 
 
 def test_gpt_oss_holds_its_experts_in_mxfp4(tmp_path: Path) -> None:
-    """20B has 12.8 GiB as published, of which 2.2 are embedding and LM head."""
+    """20B has 12.8 GiB as published, of which 2.2 are embedding and LM head; scales take two bytes here, one there."""
     values = json.loads((_SHAPES / "gpt-oss-20b" / "config.json").read_text())
     skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     values["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
@@ -71,7 +71,7 @@ def test_gpt_oss_holds_its_experts_in_mxfp4(tmp_path: Path) -> None:
     model = load_model_config(tmp_path)
     held = held_model(model, Hardware(2, 0, 1, "GPU", 80 << 30, (8, 6)), device="cuda", dtype="bfloat16")
     sizes = layer_sizes(held, 2)
-    assert 10.4 < sum(size.weight_bytes for size in sizes) / (1 << 30) < 10.7
+    assert 11.1 < sum(size.weight_bytes for size in sizes) / (1 << 30) < 11.3
     in_16_bits = layer_sizes(replace(held, quantization=None), 2)
     shared = {size.weight_bytes - size.reads.experts for size in (*sizes, *in_16_bits)}
     assert len(shared) == 1
