@@ -2,8 +2,8 @@
 
 It can be had also where the memory does not suffice, so that `raypp info` can say what is too large.
 
-A device that cannot multiply the form of the weights (FP8, INT8, ...) holds them in the activations' type; sizes count those
-bytes.
+A device that cannot multiply the form of the weights (FP8, INT8, ...) holds them in the activations' type; sizes count
+those bytes.
 """
 
 from __future__ import annotations
