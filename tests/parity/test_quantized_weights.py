@@ -73,7 +73,7 @@ def test_greedy_tokens_of_models_with_experts(tmp_path, index, form):
     compare_texts(source, tmp_path / "small", tmp_path / "plain", num_stages=1 + index % 3)
 
 
-IN_CI = ("fp8 blocks", "awq", "compressed int4 order", "modelopt nvfp4")
+IN_CI = ("fp8 blocks", "compressed int4 order")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_greedy_tokens_of_transformers_modules(tmp_path, index, form):
 def test_greedy_tokens_of_gpt_oss_in_mxfp4(tmp_path):
     plain = make_shrunken("gpt_oss", tmp_path / "plain")
     quantize_experts(plain, tmp_path / "small")
-    assert try_cut(tmp_path / "small", [2, 2]) == {"whole": None, "cut": None}  # what a first start tries
+    assert try_cut(tmp_path / "small", [4]) == {"whole": None, "cut": None}  # what a first start tries
     texts = [greedy_tokens(path, prompts()) for path in (tmp_path / "small", plain)]
     assert texts[0] == texts[1]
     assert len(set(texts[0][0])) > 3
