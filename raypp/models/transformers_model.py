@@ -113,6 +113,19 @@ def _covers(form: Quantization, name: str) -> bool:
     return form.covers(name.removesuffix(".weight")) and name.endswith(".weight") != form.is_of_experts
 
 
+def _places(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, tuple[nn.Module, str]]:
+    """Return by their names the weights of linear layers and of experts in some layers: whose they are, and as what."""
+    own = {module for layer in layers for module in layer.modules()}
+    return {
+        f"{prefix}.{name}": (module, name)
+        for prefix, module in model.named_modules()
+        for name, parameter in module._parameters.items()
+        if module in own
+        and parameter is not None
+        and (parameter.ndim == 3 or (type(module) is nn.Linear and name == "weight"))
+    }
+
+
 def _as_parameter(tensor: torch.Tensor) -> nn.Parameter:
     """Return a parameter that transformers does not draw again."""
     made = nn.Parameter(tensor, requires_grad=False)
@@ -231,17 +244,7 @@ class TransformersModel:
         transformers.utils.logging.disable_progress_bar()
         model, device_map = self._model, {"": self._device}
         layers = [layers_of(model)[index] for index in self._own]
-        own = {module for layer in layers for module in layer.modules()}
-        places = {
-            name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-            for name, parameter in model.named_parameters()
-            if parameter.ndim == 3 or name.endswith(".weight")
-        }
-        places = {
-            name: (module, last)
-            for name, (module, last) in places.items()
-            if module in own and (type(module) is nn.Linear or getattr(module, last).ndim == 3)
-        }
+        places = _places(model, layers)
         held: Held = {}  # weights of few bits, as they are
         if isinstance(source, CheckpointWeights):
             load = LoadStateDictConfig(
