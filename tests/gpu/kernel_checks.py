@@ -1145,8 +1145,6 @@ def check_arrangement(num_tokens: int, num_experts: int, num_chosen: int, tile_r
     got = arrange(x, norm_weight, 1e-6, routed, num_experts, tile_rows, "plain", kernels.device)
     expected_norm = reference.rms_norm(x, norm_weight, 1e-6)
     kernels.assert_close(got.normed.values, expected_norm, 4)
-    of_int4 = arrange(x, norm_weight, 1e-6, routed, num_experts, tile_rows, "int4", kernels.device).normed.values
-    assert torch.equal(of_int4, torch.cat((got.normed.values[:, ::2], got.normed.values[:, 1::2]), 1))
     of_fp8 = arrange(x, norm_weight, 1e-6, routed, num_experts, tile_rows, "fp8", kernels.device).normed
     scale = expected_norm.float().abs().amax(1, keepdim=True) / 448
     torch.testing.assert_close(of_fp8.scale, scale, atol=0, rtol=4 * TOLERANCE[torch.float16])

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from raypp.ops.backend import Gate
 from raypp.ops.cuda.kernel_launch import Device, start
 
 _BLOCK = 1024  # elements of a program that takes rows in pieces
@@ -102,6 +103,11 @@ def narrow(x: torch.Tensor, dtype: torch.dtype, device: Device) -> torch.Tensor:
     return y
 
 
+def constants_of(gate: Gate) -> dict[str, float]:
+    """Return what kernels are compiled for, of a gate; a limit of 0 is none."""
+    return {"ALPHA": gate.alpha, "LIMIT": gate.limit or 0.0, "OFFSET": gate.offset}
+
+
 def _of_rows(size: int, device: Device) -> dict[str, Any]:
     """Return the options of a launch with a program per row."""
     block = triton.next_power_of_2(size)
@@ -148,6 +154,18 @@ def fp4_value(code):
 def silu(x):
     """Return x * sigmoid(x), float32."""
     return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+    """Do what `raypp.ops.backend.Gate` does, in float32."""
+    if LIMIT > 0:
+        gate, up = tl.minimum(gate, LIMIT), tl.clamp(up, -LIMIT, LIMIT)
+    if ALPHA == 1.0 and OFFSET == 0.0:
+        result = silu(gate) * up
+    else:
+        result = (up + OFFSET) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
+    return result
 
 
 @triton.jit

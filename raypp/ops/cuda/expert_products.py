@@ -6,9 +6,8 @@
     more        gate_up_tiles, down_tiles: a program multiplies a strip of an expert's weight with the pairs of a tile
                 by tensor cores; sum_of_experts adds a token's results in their order
 
-The first way converts weights in fewer bits element by element, exactly. Tensor cores multiply 8 bits with tokens in 8
-bits, and 4 bits as 16 bits: 128 + code is a float whose last bits are the code. Either is scaled by group of inputs.
-Floats of 4 bits go the way of integers of 4 bits: they have the bits of a float16, 2^14 times as small.
+The first way converts weights in 8 bits element by element, exactly. Tensor cores multiply 8 bits with tokens in 8
+bits, scaled by group of inputs. Weights in 4 bits always go the second way, see `raypp.ops.cuda.int4_products`.
 
 Experts of `down` are known since the launch before the last: their weights are loaded before the previous kernel has
 finished (see `raypp.ops.cuda.kernel_launch`).
@@ -25,10 +24,11 @@ import triton
 import triton.language as tl
 
 from raypp.ops.backend import SILU, Gate
-from raypp.ops.cuda.between_products import fp4_value, silu
+from raypp.ops.cuda.between_products import constants_of, gated
+from raypp.ops.cuda.int4_products import Int4Product, Int4Tuning, can_pack, project_int4_of_experts
 from raypp.ops.cuda.kernel_launch import Device, fence_shared, start
 from raypp.ops.cuda.projection import Tuning
-from raypp.ops.cuda.router_kernels import SCALED, Arranged, Inputs, Routed, placed
+from raypp.ops.cuda.router_kernels import SCALED, Arranged, Inputs, Routed
 from raypp.ops.cuda.token_quantization import in_8_bits
 from raypp.ops.weight import Weight, WeightKind
 
@@ -36,24 +36,16 @@ _SUMMED = 1024  # outputs of a program that adds
 
 
 def has_kernel(weight: Weight, dtype: torch.dtype, device: Device) -> bool:
-    """Return whether these kernels read a weight as it is, with tokens of this type."""
+    """Return whether kernels read a weight as it is, with tokens of this type."""
     if weight.kind == "plain":
         return weight.data.dtype == dtype
-    rows, columns = weight.block
-    assert weight.scale is not None
-    is_one = weight.scale.shape[-1] == 1
     if weight.order is not None or weight.num_inputs % 32:
         return False
-    if weight.kind == "fp8":
-        return device.has_fp8 and (is_one or columns % SCALED == 0)
-    if weight.kind == "int8":
-        return False
-    return rows == 1 and (is_one or columns in (32, 64) or columns % SCALED == 0)
-
-
-def layout_of(kind: WeightKind) -> WeightKind:
-    """Return the kind whose kernels multiply a kind."""
-    return "int4" if kind == "fp4" else kind
+    if weight.kind in ("int4", "fp4"):
+        return can_pack(weight)
+    assert weight.scale is not None
+    is_one = weight.scale.shape[-1] == 1
+    return weight.kind == "fp8" and device.has_fp8 and (is_one or weight.block[1] % SCALED == 0)
 
 
 def group_inputs(weight: Weight) -> int:
@@ -93,7 +85,7 @@ def gate_up_few(
         num_outputs,
         num_inputs,
         **_form(weight),
-        **_constants(gate),
+        **constants_of(gate),
         HAS_BIAS=bias is not None,
         HAS_NORM=norm_weight is not None,
         CHOSEN=routed.experts.shape[1],
@@ -150,7 +142,7 @@ def down_few(
 
 
 def gate_up_tiles(
-    weight: Weight,
+    weight: Weight | Int4Product,
     bias: torch.Tensor | None,
     gate: Gate,
     arranged: Arranged,
@@ -175,6 +167,9 @@ def gate_up_tiles(
         tuning: How the work is cut.
         device: Where it runs.
     """
+    if isinstance(weight, Int4Product):
+        x = arranged.normed.values
+        return Inputs(project_int4_of_experts(x, weight, arranged, num_chosen, _int4_tuning(tuning), device))
     y = Inputs.empty(len(arranged.pairs), weight.num_outputs // 2, next_kind, like)
     _launch_tiles(arranged.normed, weight, bias, arranged, y, num_chosen, next_kind, tuning, device, gate)
     return y
@@ -182,7 +177,7 @@ def gate_up_tiles(
 
 def down_tiles(
     x: Inputs,
-    weight: Weight,
+    weight: Weight | Int4Product,
     bias: torch.Tensor | None,
     arranged: Arranged,
     num_chosen: int,
@@ -194,9 +189,15 @@ def down_tiles(
 
     Shapes: x [T * k, I], in the order of `arranged.pairs`; weight [E, H, I] contiguous; bias [E, H].
     """
+    if isinstance(weight, Int4Product):
+        return project_int4_of_experts(x.values, weight, arranged, num_chosen, _int4_tuning(tuning), device)
     y = Inputs.empty(len(x.values), weight.num_outputs, "plain", like)
     _launch_tiles(x, weight, bias, arranged, y, num_chosen, "plain", tuning, device)
     return y.values
+
+
+def _int4_tuning(tuning: Tuning) -> Int4Tuning:
+    return Int4Tuning(max(1, tuning.outputs // 64), 1, tuning.num_warps, tuning.num_stages)
 
 
 def sum_of_experts(y: torch.Tensor, routed: Routed, residual: torch.Tensor, device: Device) -> torch.Tensor:
@@ -221,21 +222,14 @@ def sum_of_experts(y: torch.Tensor, routed: Routed, residual: torch.Tensor, devi
 
 
 def _tensors(weight: Weight) -> tuple[torch.Tensor, ...]:
-    """Return data, scale and zero; the data where there is none."""
-    data = weight.data.view(torch.uint8) if weight.kind == "fp4" else weight.data
-    return data, *(data if part is None else part for part in (weight.scale, weight.zero))
+    """Return data and scale; the data where there is none."""
+    return weight.data, weight.data if weight.scale is None else weight.scale
 
 
 def _form(weight: Weight) -> dict[str, Any]:
     """Return what kernels are compiled for, of a weight."""
     rows, columns = weight.block
-    form = {"KIND": layout_of(weight.kind), "IS_FP4": weight.kind == "fp4", "HAS_ZERO": weight.zero is not None}
-    return {**form, "BLOCK_OUT": rows, "BLOCK_IN": columns}
-
-
-def _constants(gate: Gate) -> dict[str, float]:
-    """Return what kernels are compiled for, of a gate; a limit of 0 is none."""
-    return {"ALPHA": gate.alpha, "LIMIT": gate.limit or 0.0, "OFFSET": gate.offset}
+    return {"KIND": weight.kind, "BLOCK_OUT": rows, "BLOCK_IN": columns}
 
 
 def _launch_tiles(
@@ -266,7 +260,7 @@ def _launch_tiles(
         num_outputs,
         num_inputs,
         **_form(weight),
-        **_constants(gate or SILU),
+        **constants_of(gate or SILU),
         HAS_BIAS=bias is not None,
         NEXT_KIND=next_kind,
         CHOSEN=num_chosen,
@@ -295,68 +289,18 @@ def _load(pointer, inside, IS_EVEN: tl.constexpr):
 
 
 @triton.jit
-def _scale_and_zero(
-    scale,
-    zero,
-    matrix_row,
-    num_inputs,
-    begin,
-    KIND: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
-):
-    """Return an output's scale and zero for the group of inputs at `begin`, float32. `matrix_row`: of `scale`."""
-    factor, middle = tl.full(matrix_row.shape, 1.0, tl.float32), tl.full(matrix_row.shape, 8.0, tl.float32)
+def _scale(scale, matrix_row, num_inputs, begin, KIND: tl.constexpr, BLOCK_IN: tl.constexpr):
+    """Return an output's scale for the group of inputs at `begin`, float32. `matrix_row`: of `scale`."""
+    factor = tl.full(matrix_row.shape, 1.0, tl.float32)
     if KIND != "plain":
-        cell = matrix_row * tl.cdiv(num_inputs, BLOCK_IN) + begin // BLOCK_IN
-        factor = tl.load(scale + cell).to(tl.float32)
-        if HAS_ZERO:
-            middle = tl.load(zero + cell).to(tl.float32)
-    return factor, middle
+        factor = tl.load(scale + matrix_row * tl.cdiv(num_inputs, BLOCK_IN) + begin // BLOCK_IN).to(tl.float32)
+    return factor
 
 
 @triton.jit
-def _code(piece, zero, IS_FP4: tl.constexpr):
-    """Return 4 bits as float32, integers less the zero: a float of 2^23 + code has the code in its last bits."""
-    if IS_FP4:
-        value = fp4_value(piece)
-    else:
-        bits = piece.to(tl.int32) | 0x4B000000
-        value = bits.to(tl.float32, bitcast=True) - (8388608.0 + zero)
-    return value
-
-
-@triton.jit
-def gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
-    """Do what `raypp.ops.backend.Gate` does, in float32."""
-    if LIMIT > 0:
-        gate, up = tl.minimum(gate, LIMIT), tl.clamp(up, -LIMIT, LIMIT)
-    if ALPHA == 1.0 and OFFSET == 0.0:
-        result = silu(gate) * up
-    else:
-        result = (up + OFFSET) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
-    return result
-
-
-@triton.jit
-def _values(token, begin, column, num_inputs, KIND: tl.constexpr, IS_EVEN: tl.constexpr):
-    """Return a piece of a row of x, float32, and for 4 bits the inputs with odd numbers apart."""
-    if KIND == "int4":
-        inside = begin // 2 + column < num_inputs // 2
-        value = _load(token + begin + 2 * column, inside, IS_EVEN).to(tl.float32)
-        odd_value = _load(token + begin + 2 * column + 1, inside, IS_EVEN).to(tl.float32)
-    else:
-        value = _load(token + begin + column, begin + column < num_inputs, IS_EVEN).to(tl.float32)
-        odd_value = value
-    return value, odd_value
-
-
-@triton.jit
-def _added(total, piece, value, odd_value, scale, zero, KIND: tl.constexpr, IS_FP4: tl.constexpr):
+def _added(total, piece, value, scale, KIND: tl.constexpr):
     """Return total + a piece of the weight times x, element by element. Shapes alike, or 1 where they repeat."""
-    if KIND == "int4":
-        total += (_code(piece & 15, zero, IS_FP4) * value + _code(piece >> 4, zero, IS_FP4) * odd_value) * scale
-    elif KIND == "fp8":
+    if KIND == "fp8":
         total += piece.to(tl.float32) * scale * value
     else:
         total += piece.to(tl.float32) * value
@@ -370,15 +314,12 @@ def _gate_up_few(
     eps,
     weight,
     weight_scale,
-    weight_zero,
     bias,
     experts,
     y,
     num_outputs,
     num_inputs,
     KIND: tl.constexpr,
-    IS_FP4: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -393,19 +334,17 @@ def _gate_up_few(
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    PACKED: tl.constexpr = 2 if KIND == "int4" else 1  # inputs of an element
     pair = tl.program_id(1)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    column = tl.arange(0, INPUTS // PACKED)
+    column = tl.arange(0, INPUTS)
     # Past the end, the last output is computed again, and not stored.
     read_output = tl.minimum(output, num_outputs - 1)
-    row_elements = num_inputs // PACKED
-    cell = read_output.to(tl.int64)[:, None] * row_elements + column[None, :]
-    up_offset = num_outputs.to(tl.int64) * row_elements
+    cell = read_output.to(tl.int64)[:, None] * num_inputs + column[None, :]
+    up_offset = num_outputs.to(tl.int64) * num_inputs
     token = x + (pair // CHOSEN) * num_inputs
-    gate = tl.zeros((OUTPUTS, INPUTS // PACKED), tl.float32)
+    gate = tl.zeros((OUTPUTS, INPUTS), tl.float32)
     up = gate
-    squares = tl.zeros((INPUTS // PACKED,), tl.float32)
+    squares = tl.zeros((INPUTS,), tl.float32)
     start(OVERLAPS)
     expert = tl.load(experts + pair).to(tl.int64)
     of_expert = weight + expert * (2 * up_offset)
@@ -413,25 +352,18 @@ def _gate_up_few(
     gate_row = first_scale + read_output // BLOCK_OUT
     up_row = first_scale + (num_outputs + read_output) // BLOCK_OUT
     for begin in tl.range(0, num_inputs, INPUTS, num_stages=STAGES):
-        at = begin // PACKED
-        inside = (at + column < row_elements)[None, :]
-        gate_piece = _load(of_expert + at + cell, inside, IS_EVEN)
-        up_piece = _load(of_expert + up_offset + at + cell, inside, IS_EVEN)
-        value, odd_value = _values(token, begin, column, num_inputs, KIND, IS_EVEN)
+        inside = (begin + column < num_inputs)[None, :]
+        gate_piece = _load(of_expert + begin + cell, inside, IS_EVEN)
+        up_piece = _load(of_expert + up_offset + begin + cell, inside, IS_EVEN)
+        value = _load(token + begin + column, begin + column < num_inputs, IS_EVEN).to(tl.float32)
         if HAS_NORM:
-            factor, odd_factor = _values(norm_weight, begin, column, num_inputs, KIND, IS_EVEN)
             squares += value * value
-            value *= factor
-            if KIND == "int4":
-                squares += odd_value * odd_value
-                odd_value *= odd_factor
-        value, odd_value = value[None, :], odd_value[None, :]
-        scale, zero = _scale_and_zero(weight_scale, weight_zero, gate_row, num_inputs, begin, KIND, BLOCK_IN, HAS_ZERO)
-        up_scale, up_zero = _scale_and_zero(
-            weight_scale, weight_zero, up_row, num_inputs, begin, KIND, BLOCK_IN, HAS_ZERO
-        )
-        gate = _added(gate, gate_piece, value, odd_value, scale[:, None], zero[:, None], KIND, IS_FP4)
-        up = _added(up, up_piece, value, odd_value, up_scale[:, None], up_zero[:, None], KIND, IS_FP4)
+            value *= _load(norm_weight + begin + column, begin + column < num_inputs, IS_EVEN).to(tl.float32)
+        value = value[None, :]
+        scale = _scale(weight_scale, gate_row, num_inputs, begin, KIND, BLOCK_IN)
+        up_scale = _scale(weight_scale, up_row, num_inputs, begin, KIND, BLOCK_IN)
+        gate = _added(gate, gate_piece, value, scale[:, None], KIND)
+        up = _added(up, up_piece, value, up_scale[:, None], KIND)
     factor = tl.rsqrt(tl.sum(squares, 0) / num_inputs + eps) if HAS_NORM else 1.0
     of_gate, of_up = tl.sum(gate, 1) * factor, tl.sum(up, 1) * factor
     if HAS_BIAS:
@@ -447,7 +379,6 @@ def _down_few(
     x,
     weight,
     weight_scale,
-    weight_zero,
     bias,
     experts,
     weights,
@@ -456,8 +387,6 @@ def _down_few(
     num_outputs,
     num_inputs,
     KIND: tl.constexpr,
-    IS_FP4: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -469,10 +398,9 @@ def _down_few(
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    PACKED: tl.constexpr = 2 if KIND == "int4" else 1  # inputs of an element
     token = tl.program_id(1)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    column = tl.arange(0, INPUTS // PACKED)
+    column = tl.arange(0, INPUTS)
     rank = tl.arange(0, CHOSEN_PADDED)
     is_chosen = rank < CHOSEN
     pair = token * CHOSEN + tl.minimum(rank, CHOSEN - 1)
@@ -480,29 +408,23 @@ def _down_few(
     expert = tl.load(experts + pair, cache_modifier=".cg").to(tl.int64)
     share = tl.load(weights + pair, mask=is_chosen, other=0.0, cache_modifier=".cg")
     read_output = tl.minimum(output, num_outputs - 1)[None, :]
-    row_elements = num_inputs // PACKED
-    cell = weight + (expert[:, None] * num_outputs + read_output)[:, :, None] * row_elements + column[None, None, :]
+    cell = weight + (expert[:, None] * num_outputs + read_output)[:, :, None] * num_inputs + column[None, None, :]
     scale_row = expert[:, None] * tl.cdiv(num_outputs, BLOCK_OUT) + read_output // BLOCK_OUT
     x_row = x + pair[:, None] * num_inputs
-    inside = is_chosen[:, None, None] & (column < row_elements)[None, None, :]
+    inside = is_chosen[:, None, None] & (column < num_inputs)[None, None, :]
     first_piece = _load(cell, inside, IS_EVEN)
-    scale, zero = _scale_and_zero(weight_scale, weight_zero, scale_row, num_inputs, 0, KIND, BLOCK_IN, HAS_ZERO)
+    scale = _scale(weight_scale, scale_row, num_inputs, 0, KIND, BLOCK_IN)
     start(OVERLAPS)
     before = tl.load(residual + token * num_outputs + output, mask=output < num_outputs, other=0.0).to(tl.float32)
-    value, odd_value = _values(x_row, 0, column[None, :], num_inputs, KIND, IS_EVEN)
-    total = tl.zeros((CHOSEN_PADDED, OUTPUTS, INPUTS // PACKED), tl.float32)
-    total = _added(
-        total, first_piece, value[:, None, :], odd_value[:, None, :], scale[:, :, None], zero[:, :, None], KIND, IS_FP4
-    )
+    value = _load(x_row + column[None, :], column[None, :] < num_inputs, IS_EVEN).to(tl.float32)
+    total = tl.zeros((CHOSEN_PADDED, OUTPUTS, INPUTS), tl.float32)
+    total = _added(total, first_piece, value[:, None, :], scale[:, :, None], KIND)
     for begin in tl.range(INPUTS, num_inputs, INPUTS, num_stages=STAGES):
-        at = begin // PACKED
-        inside = is_chosen[:, None, None] & (at + column < row_elements)[None, None, :]
-        piece = _load(cell + at, inside, IS_EVEN)
-        value, odd_value = _values(x_row, begin, column[None, :], num_inputs, KIND, IS_EVEN)
-        scale, zero = _scale_and_zero(weight_scale, weight_zero, scale_row, num_inputs, begin, KIND, BLOCK_IN, HAS_ZERO)
-        total = _added(
-            total, piece, value[:, None, :], odd_value[:, None, :], scale[:, :, None], zero[:, :, None], KIND, IS_FP4
-        )
+        inside = is_chosen[:, None, None] & (begin + column < num_inputs)[None, None, :]
+        piece = _load(cell + begin, inside, IS_EVEN)
+        value = _load(x_row + begin + column[None, :], begin + column[None, :] < num_inputs, IS_EVEN).to(tl.float32)
+        scale = _scale(weight_scale, scale_row, num_inputs, begin, KIND, BLOCK_IN)
+        total = _added(total, piece, value[:, None, :], scale[:, :, None], KIND)
     of_experts = tl.sum(total, 2)
     if HAS_BIAS:
         of_experts += tl.load(bias + expert[:, None] * num_outputs + read_output).to(tl.float32)
@@ -511,43 +433,12 @@ def _down_few(
 
 
 @triton.jit
-def _tokens(x, x_cell, begin, inside, num_inputs, KIND: tl.constexpr, IS_EVEN: tl.constexpr):
-    """Return a piece of the tokens, and for 4 bits the inputs with odd numbers apart. [ROWS, INPUTS], or half."""
-    if KIND == "int4":
-        value = _load(x + x_cell + begin // 2, inside, IS_EVEN)
-        odd_value = _load(x + x_cell + num_inputs // 2 + begin // 2, inside, IS_EVEN)
-    else:
-        value = _load(x + x_cell + begin, inside, IS_EVEN)
-        odd_value = value
-    return value, odd_value
-
-
-@triton.jit
-def _half_code(code, zero, dtype: tl.constexpr, IS_FP4: tl.constexpr):
-    """Return 4 bits in 16, integers less the zero: exact."""
-    bits: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
-    offset: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
-    if IS_FP4:
-        value = fp4_value(code).to(dtype)
-    elif dtype == tl.float32:  # of Triton's interpreter
-        value = code.to(tl.float32) - zero
-    else:
-        value = (code.to(tl.int16) | bits).to(dtype, bitcast=True) - (offset + zero).to(dtype)
-    return value
-
-
-@triton.jit
-def _multiplied(total, piece, value, odd_value, scale, zero, x_scale, KIND: tl.constexpr, IS_FP4: tl.constexpr):
+def _multiplied(total, piece, value, scale, x_scale, KIND: tl.constexpr):
     """Return total + a piece of the weight times the tokens, by tensor cores, [OUTPUTS, ROWS]."""
     if KIND == "plain":
         total = tl.dot(piece, tl.trans(value), total)
-    elif KIND == "fp8":
-        total += tl.dot(piece, tl.trans(value)) * (scale[:, None] * x_scale[None, :])
     else:
-        dtype: tl.constexpr = value.dtype
-        part = tl.dot(_half_code(piece & 15, zero[:, None], dtype, IS_FP4), tl.trans(value))
-        part = tl.dot(_half_code(piece >> 4, zero[:, None], dtype, IS_FP4), tl.trans(odd_value), part)
-        total += part * scale[:, None]
+        total += tl.dot(piece, tl.trans(value)) * (scale[:, None] * x_scale[None, :])
     return total
 
 
@@ -557,7 +448,6 @@ def _multiply_tiles(
     x_scale,
     weight,
     weight_scale,
-    weight_zero,
     bias,
     pairs,
     tiles,
@@ -567,8 +457,6 @@ def _multiply_tiles(
     num_outputs,
     num_inputs,
     KIND: tl.constexpr,
-    IS_FP4: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -587,17 +475,15 @@ def _multiply_tiles(
     IS_EVEN_OUT: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    PACKED: tl.constexpr = 2 if KIND == "int4" else 1  # inputs of an element
     HALVES: tl.constexpr = 2 if HAS_GATE else 1
     strip, tile = tl.program_id(0), tl.program_id(1)
     output = strip * OUTPUTS + tl.arange(0, OUTPUTS)
-    column = tl.arange(0, INPUTS // PACKED)
+    column = tl.arange(0, INPUTS)
     # Past the end, outputs and rows are computed again, and not stored.
     read_output = output if IS_EVEN_OUT else tl.minimum(output, num_outputs - 1)
-    row_elements = num_inputs // PACKED
-    cell = read_output.to(tl.int64)[:, None] * row_elements + column[None, :]
-    up_offset = num_outputs.to(tl.int64) * row_elements
-    inside = (column < row_elements)[None, :]
+    cell = read_output.to(tl.int64)[:, None] * num_inputs + column[None, :]
+    up_offset = num_outputs.to(tl.int64) * num_inputs
+    inside = (column < num_inputs)[None, :]
     if not IS_EARLY:
         start(OVERLAPS)
     expert = tl.load(tiles + tile, cache_modifier=".cg").to(tl.int64)
@@ -624,23 +510,18 @@ def _multiply_tiles(
             start(OVERLAPS)
             first_value = _load(x + x_cell, inside, IS_EVEN)
         for begin in range(begin_at, num_inputs, INPUTS):
-            at = begin // PACKED
-            inside = (at + column < row_elements)[None, :]
-            value, odd_value = _tokens(x, x_cell, begin, inside, num_inputs, KIND, IS_EVEN)
+            inside = (begin + column < num_inputs)[None, :]
+            value = _load(x + x_cell + begin, inside, IS_EVEN)
             if KIND == "fp8":
                 of_x = tl.load(x_scale_row + begin // SCALED)
-            scale, zero = _scale_and_zero(
-                weight_scale, weight_zero, scale_row, num_inputs, begin, KIND, BLOCK_IN, HAS_ZERO
-            )
-            piece = _load(matrix + cell + at, inside, IS_EVEN)
+            scale = _scale(weight_scale, scale_row, num_inputs, begin, KIND, BLOCK_IN)
+            piece = _load(matrix + cell + begin, inside, IS_EVEN)
             fence_shared(OVERLAPS)
-            total = _multiplied(total, piece, value, odd_value, scale, zero, of_x, KIND, IS_FP4)
+            total = _multiplied(total, piece, value, scale, of_x, KIND)
             if HAS_GATE:
-                up_scale, up_zero = _scale_and_zero(
-                    weight_scale, weight_zero, up_scale_row, num_inputs, begin, KIND, BLOCK_IN, HAS_ZERO
-                )
-                up_piece = _load(matrix + up_offset + cell + at, inside, IS_EVEN)
-                up_total = _multiplied(up_total, up_piece, value, odd_value, up_scale, up_zero, of_x, KIND, IS_FP4)
+                up_scale = _scale(weight_scale, up_scale_row, num_inputs, begin, KIND, BLOCK_IN)
+                up_piece = _load(matrix + up_offset + cell + begin, inside, IS_EVEN)
+                up_total = _multiplied(up_total, up_piece, value, up_scale, of_x, KIND)
         if IS_EARLY:
             total = tl.dot(first_piece, tl.trans(first_value), total)
         if HAS_BIAS:
@@ -655,7 +536,7 @@ def _multiply_tiles(
             result, of_y = in_8_bits(result, 0)
             tl.store(y_scale + y_row * tl.cdiv(num_outputs, SCALED) + strip, of_y, mask=in_row)
         mask = in_row[:, None] & (output < num_outputs)[None, :]
-        y_cell = y_row[:, None] * num_outputs + placed(output, num_outputs, NEXT_KIND)[None, :]
+        y_cell = y_row[:, None] * num_outputs + output[None, :]
         tl.store(y + y_cell, tl.trans(result.to(y.dtype.element_ty)), mask=mask)
     elif IS_EARLY:
         start(OVERLAPS)

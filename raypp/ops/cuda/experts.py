@@ -1,6 +1,6 @@
 """The sparse MLP of a layer on an NVIDIA GPU, in three launches for few tokens and five for more.
 
-    few     route, gate_up_few, down_few
+    few     route, gate_up_few, down_few; not where a weight has 4 bits
     more    route, arrange, gate_up_tiles, down_tiles, sum_of_experts
 
 The launches depend on the number of tokens alone, so a CUDA graph can hold them. `raypp/assets/expert_cuts.json` has
@@ -21,16 +21,16 @@ from typing import Any
 import torch
 import triton
 
-from raypp.ops.backend import ExpertWeights, Routing
+from raypp.ops.backend import ExpertWeights, Gate, Routing
 from raypp.ops.cuda.expert_products import (
     down_few,
     down_tiles,
     gate_up_few,
     gate_up_tiles,
     has_kernel,
-    layout_of,
     sum_of_experts,
 )
+from raypp.ops.cuda.int4_products import Int4Product, pack
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.projection import Tuning
 from raypp.ops.cuda.router_kernels import Routed, arrange, route
@@ -38,6 +38,7 @@ from raypp.ops.weight import Weight, WeightKind
 
 TABLE = Path(__file__).parents[2] / "assets" / "expert_cuts.json"
 
+_LEAST_TILE_ROWS = 16
 MOST_FEW_PAIRS = 16
 """Up to so many pairs of a token and an expert are multiplied element by element."""
 
@@ -80,7 +81,8 @@ def default_cut(num_tokens: int, shape: ExpertShape, device: Device, tile_rows: 
     if tile_rows is None:
         rows = triton.next_power_of_2(triton.cdiv(num_pairs, shape.num_experts))
         most = 128 if shape.kinds == ("plain", "plain") else 64
-        tile_rows = 0 if num_pairs <= MOST_FEW_PAIRS else min(max(16, 2 * rows), most)
+        is_few = num_pairs <= MOST_FEW_PAIRS and "int4" not in shape.kinds
+        tile_rows = 0 if is_few else min(max(16, 2 * rows), most)
     if not tile_rows:
         return ExpertCut(0, _few_gate_up(gate_up), _few_down(shape))
     return ExpertCut(tile_rows, _tiles(tile_rows, gate_up, device, True), _tiles(tile_rows, down, device, False))
@@ -173,13 +175,18 @@ class ExpertProducts:
     """
 
     def __init__(self, weights: ExpertWeights, dtype: torch.dtype, device: Device) -> None:
-        self._gate_up, self._down = (_readable(weight, dtype, device) for weight in (weights.gate_up, weights.down))
+        gate_up, down = (_readable(weight, dtype, device) for weight in (weights.gate_up, weights.down))
+        if gate_up.kind in FOUR_BITS and down.kind == "fp8":  # the first would have to round what the second reads
+            gate_up = Weight(gate_up.dequantized(dtype))
         self._biases = tuple(
             None if bias is None else bias.contiguous() for bias in (weights.gate_up_bias, weights.down_bias)
         )
         self._gate = weights.gate
-        self.num_bytes = self._gate_up.num_bytes + self._down.num_bytes  # biases aside
-        self._kinds = (layout_of(self._gate_up.kind), layout_of(self._down.kind))
+        self._kinds: tuple[WeightKind, WeightKind] = (_layout(gate_up.kind), _layout(down.kind))
+        self._shape = ExpertShape(down.num_outputs, down.num_inputs, len(down.data), 1, self._kinds)
+        self._gate_up = _product(gate_up, self._biases[0], weights.gate, is_gated=True)
+        self._down = _product(down, self._biases[1], weights.gate, is_gated=False)
+        self.num_bytes = gate_up.num_bytes + down.num_bytes  # biases aside
         self._device = device
         self._cuts: dict[tuple[int, int], ExpertCut] = {}
 
@@ -187,8 +194,7 @@ class ExpertProducts:
         """Return how so many tokens with so many experts each are cut."""
         cut = self._cuts.get((num_tokens, num_chosen))
         if cut is None:
-            down = self._down
-            shape = ExpertShape(down.num_outputs, down.num_inputs, len(down.data), num_chosen, self._kinds)
+            shape = replace(self._shape, num_chosen=num_chosen)
             cut = self._cuts[num_tokens, num_chosen] = choose_cut(num_tokens, shape, self._device)
         return cut
 
@@ -203,10 +209,10 @@ class ExpertProducts:
         """Return residual + each token's experts of norm(x). Shapes: x, residual [T, H]; the latter is overwritten."""
         device, num_chosen, (kind, next_kind) = self._device, routed.experts.shape[1], self._kinds
         gate_up, down, (bias, down_bias) = self._gate_up, self._down, self._biases
-        if not cut.tile_rows:
+        if not cut.tile_rows and isinstance(gate_up, Weight) and isinstance(down, Weight):
             y = gate_up_few(x, *norm, gate_up, bias, self._gate, routed, cut.gate_up, device)
             return down_few(y, residual, down, down_bias, routed, cut.down, device)
-        arranged = arrange(x, *norm, routed, len(self._down.data), cut.tile_rows, kind, device)
+        arranged = arrange(x, *norm, routed, self._shape.num_experts, cut.tile_rows or _LEAST_TILE_ROWS, kind, device)
         between = gate_up_tiles(gate_up, bias, self._gate, arranged, num_chosen, next_kind, x, cut.gate_up, device)
         y = down_tiles(between, down, down_bias, arranged, num_chosen, x, cut.down, device)
         return sum_of_experts(y, routed, residual, device)
@@ -274,14 +280,26 @@ class CudaChosenExperts:
         return self._products.run(x.contiguous(), (None, 0.0), routed, y, self._products.cut(*experts.shape))
 
 
+FOUR_BITS = ("int4", "fp4")
+
+
+def _layout(kind: WeightKind) -> WeightKind:
+    """Return the kind whose kernels multiply a kind, and whose cuts it has."""
+    return "int4" if kind == "fp4" else kind
+
+
+def _product(weight: Weight, bias: torch.Tensor | None, gate: Gate, *, is_gated: bool) -> Weight | Int4Product:
+    if weight.kind not in FOUR_BITS:
+        return weight
+    return Int4Product(pack(weight, 2 if is_gated else 1), bias, is_gated, gate)
+
+
 def _readable(weight: Weight, dtype: torch.dtype, device: Device) -> Weight:
     """Return a weight of a form that the kernels read."""
     if not has_kernel(weight, dtype, device):
         if weight.kind != "plain":
             _log_widened(weight.kind, weight.block, weight.order is not None)
         weight = Weight(weight.dequantized(dtype))
-    if weight.scale is not None and weight.scale.dtype == torch.float8_e8m0fnu:
-        weight = replace(weight, scale=weight.scale.to(torch.bfloat16))
     return weight.mapped(torch.Tensor.contiguous)
 
 

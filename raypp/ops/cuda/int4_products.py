@@ -1,4 +1,4 @@
-"""Products with weights of 4 bits, by tensor cores in the model's type, for any number of rows.
+"""Products with weights of 4 bits, by tensor cores in the model's type, for any number of rows; also of experts.
 
 Each program multiplies a strip of the weight with a tile of rows of x. A code is expanded in registers: behind the bits
 of 128 (bfloat16) or 1024 (float16) its four bits are the last ones of the mantissa, so that what is left is a
@@ -11,6 +11,7 @@ Twin: `linear` of tests/gpu/reference_ops.py with `Weight.dequantized`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ import torch.nn.functional as F  # noqa: N812
 import triton
 import triton.language as tl
 
-from raypp.ops.cuda.between_products import as_stored, fp4_value, silu
+from raypp.ops.backend import SILU, Gate
+from raypp.ops.cuda.between_products import as_stored, constants_of, fp4_value, gated
 from raypp.ops.cuda.kernel_launch import Device, Workspace, fence_shared, start
 from raypp.ops.cuda.projection import load_vector, sums_of_splits
+from raypp.ops.cuda.router_kernels import Arranged
 from raypp.ops.weight import FP4, Weight
 
 TILE = 64
@@ -32,7 +35,7 @@ _PIECE_OUTPUTS = 1024
 
 @dataclass(frozen=True, eq=False)
 class PackedInt4:
-    """A weight of N outputs, in P parts of as many, and K inputs. A part is padded to N' outputs; inputs to K'.
+    """A weight of N outputs, in P parts of as many, and K inputs, or E. A part is padded to N' outputs; inputs to K'.
 
     A tile is 64 outputs and 64 inputs, 2,048 bytes in a row, in the order in which tensor cores want them. Its first 32
     inputs are the low halves of the bytes, the others the high halves, so that each half is an operand of a product
@@ -43,9 +46,9 @@ class PackedInt4:
                          [output / 8 mod 2][input mod 2]
     """
 
-    codes: torch.Tensor  # [P * N' / 64, K' / 64, 2048] uint8
-    scale: torch.Tensor  # [C, P * N'] in 16 or 32 bits
-    zero: torch.Tensor | None  # [C, P * N'] uint8; None: 8
+    codes: torch.Tensor  # [E * P * N' / 64, K' / 64, 2048] uint8
+    scale: torch.Tensor  # [E, C, P * N'] in 16 or 32 bits
+    zero: torch.Tensor | None  # [E, C, P * N'] uint8; None: 8
     group: int  # inputs that share a scale: 32, or a multiple of 64
     num_outputs: int  # N
     num_inputs: int  # K
@@ -56,7 +59,12 @@ class PackedInt4:
     @property
     def padded_outputs(self) -> int:
         """N'."""
-        return self.scale.shape[1] // self.num_parts
+        return self.scale.shape[2] // self.num_parts
+
+    @property
+    def num_experts(self) -> int:
+        """E; 1 where the weight is none of experts."""
+        return len(self.scale)
 
     @property
     def num_bytes(self) -> int:
@@ -73,6 +81,15 @@ def can_pack(weight: Weight) -> bool:
 
 def pack(weight: Weight, num_parts: int = 1) -> PackedInt4:
     """Return a weight of 4 bits in the order above. A gate and its `up` are two parts."""
+    if weight.data.ndim == 3:
+        each = [pack(weight.mapped(itemgetter(expert)), num_parts) for expert in range(len(weight.data))]
+        zeros = [packed.zero for packed in each if packed.zero is not None]
+        return replace(
+            each[0],
+            codes=torch.cat([packed.codes for packed in each]),
+            scale=torch.cat([packed.scale for packed in each]),
+            zero=torch.cat(zeros) if zeros else None,
+        )
     assert can_pack(weight)
     assert weight.scale is not None
     num_inputs, part_outputs = weight.num_inputs, weight.num_outputs // num_parts
@@ -90,8 +107,8 @@ def pack(weight: Weight, num_parts: int = 1) -> PackedInt4:
     codes = torch.cat([_tiles(piece) for piece in data.split(_PIECE_OUTPUTS)])
     return PackedInt4(
         codes=codes,
-        scale=rows(scale).t().contiguous(),
-        zero=None if weight.zero is None else rows(weight.zero).t().contiguous(),
+        scale=rows(scale).t().contiguous().unsqueeze(0),
+        zero=None if weight.zero is None else rows(weight.zero).t().contiguous().unsqueeze(0),
         group=group,
         num_outputs=weight.num_outputs,
         num_inputs=num_inputs,
@@ -114,7 +131,7 @@ def _tiles(data: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: PackedInt4) -> Weight:
-    """Return what `pack` was given, but for the padding of its inputs."""
+    """Return what `pack` was given, but for the padding of its inputs. Not of experts."""
     tiles = packed.codes.view(-1, packed.codes.shape[1], 4, 8, 4, 2, 2, 2, 2)
     codes = torch.stack((tiles & 15, tiles >> 4))  # half, strip, tile, warp, g, t, step, h, r, e
     codes = codes.permute(1, 3, 8, 4, 2, 0, 6, 7, 5, 9).flatten(0, 3).flatten(1)
@@ -125,8 +142,8 @@ def unpack(packed: PackedInt4) -> Weight:
 
     codes = rows(codes)[:, : packed.num_inputs].unflatten(1, (-1, 2))
     data = torch.bitwise_or(codes[..., 0], codes[..., 1] << 4)
-    weight = Weight(data.view(FP4) if packed.is_fp4 else data, rows(packed.scale.t()), block=(1, packed.group))
-    zero = None if packed.zero is None else rows(packed.zero.t())
+    weight = Weight(data.view(FP4) if packed.is_fp4 else data, rows(packed.scale[0].t()), block=(1, packed.group))
+    zero = None if packed.zero is None else rows(packed.zero[0].t())
     return replace(weight, zero=zero, order=packed.order)
 
 
@@ -171,8 +188,9 @@ class Int4Product:
     """What a product needs. N outputs, K inputs."""
 
     weight: PackedInt4  # with a gate 2 N outputs in two parts
-    bias: torch.Tensor | None = None  # [N], with a gate [2 N]
+    bias: torch.Tensor | None = None  # [N], with a gate [2 N]; of experts [E, N] or [E, 2 N]
     is_gated: bool = False
+    gate: Gate = SILU  # between the two parts, if there is one
 
     @property
     def num_outputs(self) -> int:
@@ -232,12 +250,45 @@ def project_int4(
 
     Shapes: x [T, K] contiguous, in the weight's order; residual [T, N], left as it is.
     """
-    num_rows, num_outputs, weight = len(x), product.num_outputs, product.weight
-    y = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    num_rows = len(x)
+    y = torch.empty(num_rows, product.num_outputs, dtype=x.dtype, device=x.device)
     padded = _padded(num_rows, tuning)
-    num_tiles, num_row_tiles = weight.codes.shape[1], triton.cdiv(num_rows, padded)
     assert int4_partial_floats(num_rows, product, tuning) <= workspace.floats.numel(), "not reserved"
-    tiles = _tiles_of_piece(weight)
+    partial, counters = workspace.floats, workspace.counters
+    _launch(x, product, residual, y, padded, triton.cdiv(num_rows, padded), tuning, device, partial, counters)
+    return y
+
+
+def project_int4_of_experts(
+    x: torch.Tensor, product: Int4Product, arranged: Arranged, num_chosen: int, tuning: Int4Tuning, device: Device
+) -> torch.Tensor:
+    """Return each pair's product with its expert, [T * k, N].
+
+    Shapes: of a product with a gate, x [T, K], and the result is in the order of `arranged.pairs`; of one without, x
+    [T * k, K] is in that order, and the result in that of the pairs' numbers.
+    """
+    y = torch.empty(len(arranged.pairs), product.num_outputs, dtype=x.dtype, device=x.device)
+    num_row_tiles = arranged.tiles.shape[1]
+    _launch(x, product, None, y, arranged.tile_rows, num_row_tiles, tuning, device, y, y, arranged, num_chosen)
+    return y
+
+
+def _launch(
+    x: torch.Tensor,
+    product: Int4Product,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+    padded: int,
+    num_row_tiles: int,
+    tuning: Int4Tuning,
+    device: Device,
+    partial: torch.Tensor,
+    counters: torch.Tensor,
+    arranged: Arranged | None = None,
+    num_chosen: int = 1,
+) -> None:
+    weight, num_outputs = product.weight, product.num_outputs
+    num_tiles, tiles = weight.codes.shape[1], _tiles_of_piece(weight)
     options: dict[str, Any] = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
     _project_int4[(triton.cdiv(num_outputs, TILE * tuning.strips), tuning.num_splits, num_row_tiles)](
         x,
@@ -251,10 +302,15 @@ def project_int4(
         weight.num_inputs,
         weight.padded_outputs,
         num_tiles,
-        len(weight.scale),
-        workspace.floats,
-        workspace.counters,
-        num_rows,
+        weight.scale.shape[1],
+        partial,
+        counters,
+        len(x),
+        x if arranged is None else arranged.pairs,
+        x if arranged is None else arranged.tiles,
+        HAS_EXPERTS=arranged is not None,
+        CHOSEN=num_chosen,
+        **constants_of(product.gate),
         HAS_ZERO=weight.zero is not None,
         IS_FP4=weight.is_fp4,
         HAS_GATE=product.is_gated,
@@ -273,7 +329,6 @@ def project_int4(
         **options,
         **device.launch_options,
     )
-    return y
 
 
 def _tiles_of_piece(weight: PackedInt4) -> int:
@@ -427,6 +482,13 @@ def _project_int4(
     partial,
     counters,
     num_rows,
+    pairs,
+    row_tiles,
+    HAS_EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     IS_FP4: tl.constexpr,
     HAS_GATE: tl.constexpr,
@@ -445,9 +507,29 @@ def _project_int4(
 ):
     strip, split = tl.program_id(0), tl.program_id(1)
     SIZE: tl.constexpr = TILES * STRIPS * 2048
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    output = strip * (64 * STRIPS) + tl.arange(0, 64 * STRIPS)
     stride = padded_outputs * (2 if HAS_GATE else 1)  # of scales and zeros
+    row, expert = tl.arange(0, ROWS), 0
+    if HAS_EXPERTS:
+        if HAS_GATE:
+            start(OVERLAPS)
+        tile, count = tl.program_id(2), tl.num_programs(2)  # what `down` reads, the launch before the last wrote
+        expert = tl.load(row_tiles + tile, cache_modifier=".cg")
+        first_row = tl.load(row_tiles + count + tile, cache_modifier=".cg")
+        num_rows = tl.where(expert < 0, 0, tl.load(row_tiles + 2 * count + tile, cache_modifier=".cg"))
+        expert = tl.maximum(expert, 0)
+        place = first_row + tl.minimum(row, tl.maximum(num_rows, 1) - 1)
+        pair = tl.load(pairs + place, mask=row < num_rows, other=0, cache_modifier=".cg")
+        x_row = (pair // CHOSEN if HAS_GATE else place).to(tl.int64)
+        y_row = (place if HAS_GATE else pair).to(tl.int64)
+        codes += expert.to(tl.int64) * (stride // 64) * (num_tiles * 2048)
+        scale += expert.to(tl.int64) * stride * num_groups
+        zero += expert.to(tl.int64) * stride * num_groups
+        bias += expert.to(tl.int64) * num_outputs * (2 if HAS_GATE else 1)
+    else:
+        x_row = (tl.program_id(2) * ROWS + row).to(tl.int64)
+        y_row = x_row
+        num_rows -= tl.program_id(2) * ROWS
+    output = strip * (64 * STRIPS) + tl.arange(0, 64 * STRIPS)
     place = tl.arange(0, SIZE)  # tile, strip, byte
     place = place // (2048 * STRIPS) * 2048 + place // 2048 % STRIPS * (num_tiles * 2048) + place % 2048
     tiles = codes + (strip * STRIPS).to(tl.int64) * (num_tiles * 2048) + place
@@ -456,10 +538,12 @@ def _project_int4(
     zero += output
     half_column = tl.arange(0, 32 * TILES)
     column = half_column // 32 * 64 + half_column % 32  # of the low halves; the high ones lie 32 inputs behind
-    x_rows, is_row = x + row.to(tl.int64)[:, None] * num_inputs, (row < num_rows)[:, None]
+    x_rows, is_row = x + x_row[:, None] * num_inputs, (row < num_rows)[:, None]
     split_tiles = tl.cdiv(tl.cdiv(num_tiles, TILES * PIECES), SPLITS) * (TILES * PIECES)
     first = split * split_tiles
     last = tl.minimum(first + split_tiles, num_tiles)
+    if HAS_EXPERTS:
+        last = tl.where(num_rows > 0, last, first)  # a tile that there is not
     total = tl.zeros((64 * STRIPS, ROWS), tl.float32)
     up_total = total
     addend = load_vector(bias, output, num_outputs, HAS_BIAS)
@@ -472,8 +556,9 @@ def _project_int4(
         up_addend = load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
         up_scales = _all_fetched(scale + padded_outputs, first, num_groups, stride, True, GROUP, TILES, PIECES)
         up_zeros = _all_fetched(zero + padded_outputs, first, num_groups, stride, HAS_ZERO, GROUP, TILES, PIECES)
-    start(OVERLAPS)
-    y_cell = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
+    if not (HAS_EXPERTS and HAS_GATE):
+        start(OVERLAPS)
+    y_cell = y_row[:, None] * num_outputs + output[None, :]
     in_y = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
     before = tl.zeros((ROWS, 64 * STRIPS), tl.float32)
     if HAS_RESIDUAL and ROWS <= 32:  # now, not at the end, so that its latency is hidden, if registers hold it
@@ -515,7 +600,7 @@ def _project_int4(
             before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
         result = totals[0] + addend[None, :]
         if HAS_GATE:
-            result = silu(result) * (totals[1] + up_addend[None, :])
+            result = gated(result, totals[1] + up_addend[None, :], ALPHA, LIMIT, OFFSET)
         tl.store(y + y_cell, as_stored(result + before, y, CLAMPS), mask=in_y)
 
 
@@ -534,9 +619,9 @@ def dequantized_int4(weight: PackedInt4, first: int, num_rows: int, dtype: torch
         matrix,
         first // TILE,
         weight.num_inputs,
-        weight.scale.shape[1],
+        weight.scale.shape[2],
         num_tiles,
-        len(weight.scale),
+        weight.scale.shape[1],
         HAS_ZERO=weight.zero is not None,
         IS_FP4=weight.is_fp4,
         GROUP=weight.group,

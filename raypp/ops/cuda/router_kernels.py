@@ -47,7 +47,6 @@ class Inputs:
 
     plain   as they come
     fp8     in float8_e4m3fn, with a scale per row and 128 inputs
-    int4    those with even numbers, then those with odd ones
     """
 
     values: torch.Tensor  # [n, K]
@@ -196,12 +195,6 @@ def _load(pointer, inside, IS_EVEN: tl.constexpr):
     if IS_EVEN:
         return tl.load(pointer)
     return tl.load(pointer, mask=inside, other=0.0)
-
-
-@triton.jit
-def placed(column, size, KIND: tl.constexpr):
-    """Return where an input is; see `Inputs`."""
-    return column // 2 + column % 2 * (size // 2) if KIND == "int4" else column
 
 
 @triton.jit
@@ -356,7 +349,7 @@ def _arrange(
             value = tl.reshape(value, (BLOCK,))
             num_scales = tl.cdiv(size, SCALED)
             tl.store(normed_scale + tl.cast(token, tl.int64) * num_scales + group, scale, mask=group < num_scales)
-        tl.store(normed + row + placed(column, size, KIND), value.to(normed.dtype.element_ty), mask=inside)
+        tl.store(normed + row + column, value.to(normed.dtype.element_ty), mask=inside)
     if expert < EXPERTS:
         index = tl.arange(0, AT_ONCE)
         before = tl.zeros((AT_ONCE,), tl.int32)  # pairs of experts with lower numbers
