@@ -27,6 +27,7 @@ _COLUMNS = {
     "libraries": "library_bytes",
     "speculation": "speculation_bytes",
     "images": "item_bytes",
+    "states": "state_bytes",
     "KV cache": "kv_cache_bytes",
     "left": "left_bytes",
 }

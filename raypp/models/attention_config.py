@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raypp.models.rope_config import RopeConfig
+from raypp.ops.state_sizes import RowState
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,34 @@ class PagedKV:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedDeltaConfig:
+    """A gated delta net in the place of attention (arXiv:2412.06464): its output depends on a state, not on a cache."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    kernel_size: int
+    state_dtype: str = "float32"
+
+    @property
+    def cache(self) -> RowState:
+        """What the layer keeps."""
+        sizes = (self.num_k_heads, self.num_v_heads, self.k_dim, self.v_dim)
+        return RowState(*sizes, self.kernel_size, self.state_dtype)
+
+    @property
+    def row_sizes(self) -> tuple[int, int, int]:
+        """Elements of a token's inputs of the convolution, of its output gate, and of its two numbers per head."""
+        return self.cache.conv_dim, self.output_size, 2 * self.num_v_heads
+
+    @property
+    def output_size(self) -> int:
+        """Elements of a token's output."""
+        return self.num_v_heads * self.v_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """How a layer attends."""
 
@@ -34,6 +63,7 @@ class AttentionConfig:
     scale: float | None = None  # of the scores; None: head_dim ** -0.5
     soft_cap: float | None = None  # scores become cap * tanh(score / cap)
     has_sinks: bool = False  # whether every head has a logit of its own in the softmax
+    has_gate: bool = False  # whether the output is multiplied by the sigmoid of a projection of its own
 
     @property
     def cache(self) -> PagedKV:
@@ -42,17 +72,21 @@ class AttentionConfig:
 
     @property
     def rotation(self) -> tuple[int, RopeConfig]:
-        """The elements of a head, and how they are rotated."""
+        """The elements of a head that are rotated, and how."""
         assert self.rope is not None, "what calls attention rotates"
-        return self.head_dim, self.rope
+        return int(self.head_dim * self.rope.share), self.rope
 
     @property
     def row_sizes(self) -> tuple[int, int, int]:
-        """Elements of a token's queries, keys and values."""
+        """Elements of a token's queries with their gates, keys and values."""
         keys, values = self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_dim
-        return self.num_heads * self.head_dim, keys, values
+        return self.num_heads * self.head_dim * (1 + self.has_gate), keys, values
 
     @property
     def output_size(self) -> int:
         """Elements of a token's output."""
         return self.num_heads * self.v_dim
+
+
+LayerMixer = AttentionConfig | GatedDeltaConfig
+"""How a layer gathers what it needs of the tokens before."""

@@ -15,10 +15,10 @@ from typing import Any, Literal, cast
 
 from raypp.errors import ModelLoadError, page
 from raypp.models.asked import PROBE, asked
-from raypp.models.attention_config import AttentionConfig
+from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer
 from raypp.models.checkpoint_names import are_alike, file_of_tensor, has_safetensors, name_of_text, stored_tensors
 from raypp.models.config_fields import ConfigFields, read_json
-from raypp.models.families import FAMILIES, QWEN_EXPERTS, ExpertFamily, ExpertNames, Windows
+from raypp.models.families import FAMILIES, QWEN_EXPERTS, ExpertFamily, ExpertNames, Family, Windows
 from raypp.models.generation_config import GENERATION_CONFIG
 from raypp.models.quantization import Quantization, read_quantization
 from raypp.models.rope_config import read_rope, with_rope_scaling
@@ -54,8 +54,9 @@ TRANSFORMERS = "transformers"
 """In front of the name of an architecture: its modules are transformers'."""
 _WITH_TOWER = "ForConditionalGeneration"
 _USUAL_POSITIONS = 8192  # where transformers' configuration says nothing: what positions are computed of has no end
-_SLIDING = "sliding_attention"
-_LAYER_TYPES = {"full_attention", _SLIDING}
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_STATE_DTYPES = ("float32", "bfloat16")
+_LARGEST_KERNEL = 8  # of a short convolution
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 EMBEDDING = "embed_tokens.weight"
 """The token embedding's name below a model's `weight_prefix`."""
@@ -84,7 +85,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    attention: tuple[AttentionConfig, ...]  # of each layer
+    attention: tuple[LayerMixer, ...]  # of each layer
     rms_norm_eps: float
     qkv_bias: bool
     attention_output_bias: bool
@@ -101,6 +102,8 @@ class ModelConfig:
     measured: tuple[MeasuredLayer, ...] | None = None  # of each layer of transformers' modules; None: raypp's layers
     trusts_code: bool = False  # whether transformers may run code that comes with the model
     has_fp8_kv_cache: bool = False  # whether the checkpoint was made for a KV cache in 8 bits
+    adds_one_to_norms: bool = False  # whether norms multiply by 1 + weight
+    left: tuple[str, ...] = ()  # what the names of tensors begin with that are not used
 
     @property
     def num_layers(self) -> int:
@@ -108,9 +111,24 @@ class ModelConfig:
         return len(self.attention)
 
     @property
+    def attending(self) -> tuple[AttentionConfig, ...]:
+        """The layers that attend, and so have a KV cache."""
+        return tuple(each for each in self.attention if isinstance(each, AttentionConfig))
+
+    @property
+    def has_row_states(self) -> bool:
+        """Whether some layers keep a state per row instead."""
+        return len(self.attending) < len(self.attention)
+
+    def group_of(self, layer: int) -> int | None:
+        """Return which group of `windows` a layer is of, None if it keeps no KV."""
+        mixer = self.attention[layer]
+        return self.windows.index(mixer.window) if isinstance(mixer, AttentionConfig) else None
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The windows that layers have, the widest first: layers with the same one keep the same tokens: a group."""
-        found = {each.window for each in self.attention}
+        found = {each.window for each in self.attending}
         widest = [None] if None in found else []
         return (*widest, *sorted((window for window in found if window is not None), reverse=True))
 
@@ -151,7 +169,7 @@ def load_model_config(
         has_options = rope_scaling is not None
         return _transformers_config(path, whole, architecture, trusts_code=trusts_code, has_options=has_options)
     family = FAMILIES[architecture]
-    fields = _text_fields(whole) if family.has_vision else whole
+    fields = _text_fields(whole) if isinstance(whole.get("text_config"), dict) else whole
     if rope_scaling is not None:
         fields = with_rope_scaling(fields, rope_scaling)
     refuse_unsupported(fields)
@@ -163,14 +181,22 @@ def load_model_config(
     if head_dim % 2:
         raise fields.error("head_dim", head_dim, "an even number: rotary embedding pairs dimensions")
     num_positions = fields.integer("max_position_embeddings", family.default_max_position_embeddings)
-    rope, num_positions = read_rope(fields, num_positions, max_model_len)
+    rope, num_positions = read_rope(fields, num_positions, max_model_len, share=family.rotated_share)
     num_layers = fields.integer("num_hidden_layers")
     attention = AttentionConfig(
-        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, v_dim=head_dim, rope=rope
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_dim=head_dim,
+        rope=rope,
+        has_gate=family.has_output_gate,
     )
-    layers = [replace(attention, window=window) for window in read_windows(fields, family.windows, num_layers)]
+    layers = _read_layers(fields, family, attention, num_layers)
     if family.layer_attention is not None:
-        layers = [family.layer_attention(fields, index, layer) for index, layer in enumerate(layers)]
+        layers = [
+            family.layer_attention(fields, index, layer) if isinstance(layer, AttentionConfig) else layer
+            for index, layer in enumerate(layers)
+        ]
     vision = read_vision_config(path, whole, hidden_size) if family.has_vision else None
     if vision is not None and rope.mrope_section is None:
         raise fields.error("rope_parameters.mrope_section", "nothing", "three numbers of pairs: time, height, width")
@@ -180,7 +206,7 @@ def load_model_config(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer("intermediate_size", _least_intermediate(family)),
         attention=tuple(layers),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         qkv_bias=fields.flag(family.qkv_bias),
@@ -196,6 +222,8 @@ def load_model_config(
         experts=None if family.experts is None else read_experts(fields, family.experts, num_layers),
         quantization=read_quantization(fields),
         has_fp8_kv_cache=has_fp8_kv_cache(fields),
+        adds_one_to_norms=family.adds_one_to_norms,
+        left=family.left,
     )
 
 
@@ -312,12 +340,66 @@ def refuse_unsupported(fields: ConfigFields) -> None:
         raise fields.error("hidden_act", repr(activation), "silu, or swish, which is the same")
 
 
-def read_windows(fields: ConfigFields, windows: Windows | None, num_layers: int) -> list[int | None]:
-    """Return the window of each layer; None: it sees all.
+def _least_intermediate(family: Family) -> int | None:
+    """Return the size of dense layers where config.json says none: families with a shared MLP have no such layers."""
+    return 1 if family.experts is not None and family.experts.shared is not None else None
+
+
+def _read_layers(fields: ConfigFields, family: Family, attention: AttentionConfig, num_layers: int) -> list[LayerMixer]:
+    """Return what each layer is: of `attention` with a window or without one, or a gated delta net.
 
     Raises:
-        ModelLoadError: a field is wrong, or names a kind of attention that raypp does not have.
+        ModelLoadError: a field is wrong, or names a kind of layer that the family does not have.
     """
+    interval, linear = family.full_attention_interval, set[int]()
+    kinds = fields.get("layer_types")
+    if interval is not None and kinds is None:
+        interval = fields.integer("full_attention_interval", interval)
+        linear = {index for index in range(num_layers) if (index + 1) % interval}
+    elif interval is not None and isinstance(kinds, list):
+        linear = {index for index, kind in enumerate(kinds) if kind == _LINEAR}
+    windows = read_windows(fields, family.windows, num_layers, has_linear=interval is not None)
+    if len(linear) == num_layers:
+        raise fields.error("layer_types", f"{num_layers} of {_LINEAR}", f"at least one {_FULL}")
+    delta = _read_gated_delta(fields) if linear else attention
+    return [delta if index in linear else replace(attention, window=window) for index, window in enumerate(windows)]
+
+
+def _read_gated_delta(fields: ConfigFields) -> GatedDeltaConfig:
+    num_k_heads, num_v_heads = fields.integer("linear_num_key_heads", 16), fields.integer("linear_num_value_heads", 32)
+    if num_v_heads % num_k_heads:
+        raise fields.error("linear_num_value_heads", num_v_heads, f"a multiple of linear_num_key_heads={num_k_heads}")
+    kernel_size = fields.integer("linear_conv_kernel_dim", 4)
+    if not 2 <= kernel_size <= _LARGEST_KERNEL:
+        raise fields.error("linear_conv_kernel_dim", kernel_size, f"2 to {_LARGEST_KERNEL}")
+    state_dtype = fields.get("mamba_ssm_dtype") or _STATE_DTYPES[0]
+    if state_dtype not in _STATE_DTYPES:
+        raise fields.error("mamba_ssm_dtype", repr(state_dtype), f"one of {', '.join(_STATE_DTYPES)}")
+    return GatedDeltaConfig(
+        num_k_heads=num_k_heads,
+        num_v_heads=num_v_heads,
+        k_dim=fields.integer("linear_key_head_dim", 128),
+        v_dim=fields.integer("linear_value_head_dim", 128),
+        kernel_size=kernel_size,
+        state_dtype=state_dtype,
+    )
+
+
+def read_windows(
+    fields: ConfigFields, windows: Windows | None, num_layers: int, *, has_linear: bool = False
+) -> list[int | None]:
+    """Return the window of each layer; None: it sees all, or does not attend.
+
+    Args:
+        fields: Of the language model.
+        windows: Of the family.
+        num_layers: Of the model.
+        has_linear: Whether layers may be gated delta nets.
+
+    Raises:
+        ModelLoadError: a field is wrong, or names a kind of attention that the family does not have.
+    """
+    known = {_FULL, _SLIDING} | ({_LINEAR} if has_linear else set())
     window, first = None, 0
     if windows is not None and (not windows.has_switch or fields.get("use_sliding_window")):
         window = windows.default
@@ -328,8 +410,8 @@ def read_windows(fields: ConfigFields, windows: Windows | None, num_layers: int)
     kinds = fields.get("layer_types")
     if kinds is None:
         return [window if index >= first else None for index in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(map(str, kinds)) <= _LAYER_TYPES:
-        raise fields.error("layer_types", kinds, f"{num_layers} of {', '.join(sorted(_LAYER_TYPES))}")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(map(str, kinds)) <= known:
+        raise fields.error("layer_types", kinds, f"{num_layers} of {', '.join(sorted(known))}")
     if _SLIDING in kinds and window is None:
         raise fields.error("sliding_window", window, f"a number of tokens: layer_types has {_SLIDING}")
     return [window if kind == _SLIDING else None for kind in kinds]
@@ -375,6 +457,7 @@ class ExpertConfig:
     names: ExpertNames = QWEN_EXPERTS  # in the checkpoint
     dense_layers: frozenset[int] = frozenset()  # layers with one MLP of `ModelConfig.intermediate_size` instead
     are_chosen_evenly: bool = False  # for measurements, see `raypp.ops.backend.Routing`
+    shared_size: int = 0  # of the MLP that all tokens go through besides, with a gate of its own; 0: there is none
 
 
 def read_experts(fields: ConfigFields, family: ExpertFamily, num_layers: int) -> ExpertConfig:
@@ -384,7 +467,7 @@ def read_experts(fields: ConfigFields, family: ExpertFamily, num_layers: int) ->
         ModelLoadError: a field is missing or wrong, or says of experts what raypp does not have.
     """
     for name, allowed in _ONLY.items():
-        value = fields.get(name)
+        value = None if name == family.shared else fields.get(name)
         if value is not None and value not in allowed:
             raise fields.error(
                 name, repr(value), f"{' or '.join(map(repr, allowed))}, or nothing: raypp has no experts of that kind"
@@ -403,6 +486,7 @@ def read_experts(fields: ConfigFields, family: ExpertFamily, num_layers: int) ->
         normalizes=fields.flag(family.normalizes),
         names=family.names,
         dense_layers=frozenset(layer for layer in range(num_layers) if layer in dense or (layer + 1) % step),
+        shared_size=0 if family.shared is None else fields.integer(family.shared),
     )
 
 

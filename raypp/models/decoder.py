@@ -12,20 +12,21 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.graphs.cost import GRAPH_MODES, GraphCost, GraphMode
+from raypp.models.attention_config import AttentionConfig
 from raypp.models.config import EMBEDDING, LM_HEAD, ModelConfig
 from raypp.models.draft_head import DraftHead
-from raypp.models.layer import TransformerLayer, axis_frequencies, inverse_frequencies
+from raypp.models.layer import TransformerLayer, axis_frequencies, inverse_frequencies, read_norm
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes
 from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.backend import KernelSet, LMHead, Projection
-from raypp.ops.kv_cache import LayerCache
+from raypp.ops.row_state import LayerMemory
 from raypp.ops.weight import Weight
 
 if TYPE_CHECKING:
@@ -64,18 +65,18 @@ class DecoderLayer(Protocol):
     output_size: int
     """Elements of attention's output per token, Hq * Dv."""
 
-    def before_attention(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return queries, keys and values, [T, (Hq + 2 Hk) * D], of the residual stream [T, H]."""
+    def before_attention(self, hidden: torch.Tensor) -> Any:
+        """Return what `attend` takes of the residual stream [T, H]: queries, keys, values [T, (Hq + 2 Hk) * D], say."""
 
     def attend(
         self,
-        qkv: torch.Tensor,
-        rope: Rotation,
-        cache: LayerCache,
+        projected: Any,
+        rope: Rotation | None,
+        cache: LayerMemory,
         attention: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return attention's output, [T, Hq * D], and write the cache; see `raypp.ops.backend.Attention`."""
+        """Return attention's output, [T, Hq * D], and write what the layer keeps; see `raypp.ops.backend.Attention`."""
 
     def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return the residual stream after the layer, [T, H].
@@ -110,9 +111,12 @@ class DecoderModel:
         self.dtype = dtype
         self.device = device
         self.kernels = kernels
-        attention = config.attention[start_layer:end_layer]
-        self._rotations = list(dict.fromkeys(each.rotation for each in attention))
-        self._rotation_of = [self._rotations.index(each.rotation) for each in attention]
+        rotations = [
+            each.rotation if isinstance(each, AttentionConfig) else None
+            for each in config.attention[start_layer:end_layer]
+        ]
+        self._rotations = list(dict.fromkeys(each for each in rotations if each is not None))
+        self._rotation_of = [None if each is None else self._rotations.index(each) for each in rotations]
         self._inverse_frequencies = [inverse_frequencies(*each).to(device) for each in self._rotations]
         axes = [axis_frequencies(*each) for each in self._rotations]
         self._axis_frequencies = [each.to(device) for each in axes if each is not None]
@@ -179,7 +183,7 @@ class DecoderModel:
                 return int(index) in self._layer_indices
         embeddings = {config.weight_prefix + EMBEDDING} | ({LM_HEAD} if config.tie_word_embeddings else set())
         is_of_tower = config.vision is not None and not name.startswith((config.weight_prefix, LM_HEAD))
-        return self.is_last and name not in embeddings and not is_of_tower
+        return self.is_last and name not in embeddings and not is_of_tower and not name.startswith(config.left)
 
     def _load_lm_head(self, whole: WeightReader) -> None:
         config, support, kernels = self._config, self._head_support, self.kernels
@@ -187,7 +191,7 @@ class DecoderModel:
         if weight is None or not config.tie_word_embeddings:
             name = config.weight_prefix + EMBEDDING if config.tie_word_embeddings else LM_HEAD
             weight = whole.tensor(name, config.vocab_size, config.hidden_size)
-        norm_weight = weights.tensor("norm.weight", config.hidden_size)
+        norm_weight = read_norm(config, weights, "norm.weight", config.hidden_size)
         if support is not None and self._embedding is None and support.gives_embedding:
             # Linear layers may keep their weights in a form of their own, so a tied head's is read once more there.
             is_kept = config.tie_word_embeddings and self.device.type != "cpu"
@@ -212,10 +216,10 @@ class DecoderModel:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionBatch,
-        kv_caches: Sequence[LayerCache],
+        kv_caches: Sequence[LayerMemory],
         deepstack: Deepstack | None = None,
     ) -> torch.Tensor:
-        """Return the residual stream after the stage's layers, [T, H]; write their KV caches.
+        """Return the residual stream after the stage's layers, [T, H]; write what these keep.
 
         Shapes: hidden [T, H], may be overwritten on a GPU; positions [T] int64, or [T, 3] along the axes of a model
         that has some; kv_caches one per layer, see `raypp.ops.kv_cache`.
@@ -232,7 +236,8 @@ class DecoderModel:
             if depth in self.taps:
                 self._tap(depth, hidden)
             out = None if attention.padded_out is None else attention.padded_out[layer.output_size]
-            attended = layer.attend(layer.before_attention(hidden), ropes[rotation], cache, attention, out)
+            rope = None if rotation is None else ropes[rotation]
+            attended = layer.attend(layer.before_attention(hidden), rope, cache, attention, out)
             hidden = layer.after_attention(hidden, attended)
             if deepstack is not None and depth - deepstack.first_layer < len(deepstack.rows):
                 indices = deepstack.token_indices
@@ -282,7 +287,7 @@ class DecoderModel:
         return self._plain_lm_head(normalized)
 
 
-def _before(layer: DecoderLayer, hidden: torch.Tensor) -> torch.Tensor:
+def _before(layer: DecoderLayer, hidden: torch.Tensor) -> Any:
     return layer.before_attention(hidden)
 
 
@@ -302,20 +307,20 @@ class CompiledLayer:
         self._after = after
         self._fewest_tokens = fewest_tokens
 
-    def before_attention(self, hidden: torch.Tensor) -> torch.Tensor:
+    def before_attention(self, hidden: torch.Tensor) -> Any:
         if len(hidden) < self._fewest_tokens:
             return self._layer.before_attention(hidden)
         return self._before(self._layer, hidden)
 
     def attend(
         self,
-        qkv: torch.Tensor,
-        rope: Rotation,
-        cache: LayerCache,
+        projected: Any,
+        rope: Rotation | None,
+        cache: LayerMemory,
         attention: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._layer.attend(qkv, rope, cache, attention, out)
+        return self._layer.attend(projected, rope, cache, attention, out)
 
     def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         if self._after is None or len(hidden) < self._fewest_tokens:

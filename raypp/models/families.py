@@ -3,13 +3,14 @@
 All have the layer of `raypp.models.layer`. Needs no torch, so that planning stays cheap.
 
 Sources: the published checkpoints' config.json and tensor names; transformers 5.17, `models/llama`, `models/qwen2`,
-`models/qwen3`, `models/qwen3_vl`, `models/qwen3_moe`, `models/mixtral`, `models/qwen3_vl_moe`.
+`models/qwen3`, `models/qwen3_vl`, `models/qwen3_moe`, `models/mixtral`, `models/qwen3_vl_moe`, `models/qwen3_next`,
+`models/qwen3_5`, `models/qwen3_5_moe`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class ExpertFamily:
     names: ExpertNames = QWEN_EXPERTS
     intermediate_size: str = "moe_intermediate_size"  # the key of config.json that says an expert's
     normalizes: bool | str = True  # whether the weights of a token's experts add up to 1: fixed, or the key
+    shared: str | None = None  # the key that says the size of an MLP for all tokens, with a gate; None: there is none
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,29 @@ class Family:
     windows: Windows | None = None  # None: all layers see all tokens, whatever `sliding_window` says
     layer_attention: LayerAttention | None = None  # where layers differ in more than the window: returns a layer's own
     experts: ExpertFamily | None = None  # None: all layers are dense
+    rotated_share: float | None = None  # of a head's elements, where config.json says nothing; None: always all
+    has_output_gate: bool = False  # whether attention's output is multiplied by the sigmoid of a projection
+    adds_one_to_norms: bool = False  # whether norms multiply by 1 + weight
+    full_attention_interval: int | None = None
+    """Of so many layers one attends, the others are gated delta nets, where `layer_types` does not say it; None: all
+    attend."""
+    left: tuple[str, ...] = ()  # what the names of tensors begin with that raypp has no use for
+
+
+_QWEN3_5 = Family(
+    qkv_bias="attention_bias",
+    attention_output_bias="attention_bias",
+    qk_norm=True,
+    default_head_dim=256,
+    default_max_position_embeddings=32768,
+    rotated_share=0.25,
+    has_output_gate=True,
+    adds_one_to_norms=True,
+    full_attention_interval=4,
+    left=("mtp.",),
+)
+_QWEN3_5_EXPERTS = ExpertFamily(shared="shared_expert_intermediate_size")
+_BESIDE_TOWER = {"weight_prefix": "model.language_model.", "left": ("mtp.", "model.visual.")}
 
 
 FAMILIES = {
@@ -131,5 +156,14 @@ FAMILIES = {
         has_vision=True,
         experts=ExpertFamily(),
     ),
+    # Qwen3-Next: gated delta nets and gated attention in turns, with experts.
+    "Qwen3NextForCausalLM": replace(
+        _QWEN3_5, experts=ExpertFamily(normalizes="norm_topk_prob", shared="shared_expert_intermediate_size")
+    ),
+    # Qwen3.5, 3.6 and 3.8, by itself and beside its vision tower, which is left.
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": replace(_QWEN3_5, **_BESIDE_TOWER),
+    "Qwen3_5MoeForCausalLM": replace(_QWEN3_5, experts=_QWEN3_5_EXPERTS),
+    "Qwen3_5MoeForConditionalGeneration": replace(_QWEN3_5, experts=_QWEN3_5_EXPERTS, **_BESIDE_TOWER),
 }
 """By the name of the architecture in config.json."""

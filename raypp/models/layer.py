@@ -1,9 +1,10 @@
 """The layer of all `raypp.models.families`, and its parts, of which a draft head is made, too.
 
     hidden -> norm -> q, k, v -> norm of heads -> rotary -> attention -> o -> + hidden -> norm -> MLP -> + hidden
+    hidden -> norm -> q, k, v, gates -> convolution -> gated delta net -> gated norm -> o -> + hidden -> ...
 
-Families differ in biases and in the norm of each query and key head; the configuration says which a model has. The MLP
-is one gated MLP, or experts, by the layer's index.
+Families differ in biases and in the norm of each query and key head; the configuration says which a model has. Whether
+a layer attends or has a state, and whether its MLP is one gated MLP or experts, is by the layer's index.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from raypp.errors import ModelLoadError
+from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig
 from raypp.models.config import ExpertConfig, ModelConfig
 from raypp.models.rope_config import RopeConfig
 from raypp.models.weights import Index, WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Rotation
 from raypp.ops.backend import KernelSet, Routing
 from raypp.ops.kv_cache import LayerCache
+from raypp.ops.row_state import DeltaHeads, LayerMemory, LayerState
 from raypp.ops.weight import Weight
 
 _FUSED_BLOCK = "mlp."
@@ -50,6 +54,7 @@ def read_attention(config: ModelConfig, index: int, weights: WeightReader, num_i
         ModelLoadError: a tensor is missing, has the wrong shape, or cannot be read.
     """
     hidden, attention = config.hidden_size, config.attention[index]
+    assert isinstance(attention, AttentionConfig)
     rows, head_dim = attention.row_sizes, attention.head_dim
     qkv_bias = output_bias = norm = sinks = None
     if config.qkv_bias:
@@ -57,7 +62,7 @@ def read_attention(config: ModelConfig, index: int, weights: WeightReader, num_i
     if config.attention_output_bias:
         output_bias = weights.tensor("o_proj.bias", hidden)
     if config.qk_norm:
-        q_norm, k_norm = (weights.tensor(f"{name}_norm.weight", head_dim) for name in "qk")
+        q_norm, k_norm = (read_norm(config, weights, f"{name}_norm.weight", head_dim) for name in "qk")
         norm = HeadNorm(q_norm, k_norm, config.rms_norm_eps)
     if attention.has_sinks:
         sinks = weights.tensor("sinks", attention.num_heads).float()
@@ -76,12 +81,105 @@ def read_attention(config: ModelConfig, index: int, weights: WeightReader, num_i
             soft_cap=attention.soft_cap,
             sinks=sinks,
             group=config.windows.index(attention.window),
+            rotary_dim=None if attention.rope is None else attention.rotation[0],
+            has_gate=attention.has_gate,
         ),
         qkv=weights.weight(("q_proj", "k_proj", "v_proj"), rows, num_inputs),
         qkv_bias=qkv_bias,
         output=weights.weight(("o_proj",), (hidden,), attention.output_size),
         output_bias=output_bias,
     )
+
+
+def read_norm(config: ModelConfig, weights: WeightReader, name: str, size: int) -> torch.Tensor:
+    """Return what a norm multiplies by, [size]; 1 + weight in float32, whose small parts 16 bits would lose."""
+    if not config.adds_one_to_norms:
+        return weights.tensor(name, size)
+    return weights.tensor(name, size, dtype=torch.float32).add_(1.0)
+
+
+def read_gated_delta(config: ModelConfig, delta: GatedDeltaConfig, weights: WeightReader) -> DeltaHeads:
+    """Read what a gated delta net has between its projections.
+
+    Raises:
+        ModelLoadError: a tensor is missing, has the wrong shape, or cannot be read.
+    """
+    shape = delta.cache
+    conv = weights.tensor("conv1d.weight", shape.conv_dim, 1, shape.kernel_size)
+    a_log, dt_bias = (weights.tensor(name, shape.num_v_heads, dtype=torch.float32) for name in ("A_log", "dt_bias"))
+    norm_weight = weights.tensor("norm.weight", shape.v_dim)
+    return DeltaHeads(shape, conv.squeeze(1), a_log, dt_bias, norm_weight, config.rms_norm_eps)
+
+
+class Mixer(Protocol):
+    """How a layer gathers what it needs of the tokens before: what lies between its norm and its output projection."""
+
+    def project(self, hidden: torch.Tensor) -> Any:
+        """Return what `attend` takes, of the residual stream [T, H]."""
+
+    def attend(
+        self, projected: Any, rope: Rotation | None, cache: Any, batch: AttentionBatch, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the output, [T, width], in `out` if that is given; write what the layer keeps. A break point."""
+
+
+class AttentionMixer:
+    """Attention over a KV cache. The arguments are those of `TransformerLayer`, and the layer's norm."""
+
+    def __init__(
+        self, config: ModelConfig, index: int, weights: WeightReader, kernels: KernelSet, norm: torch.Tensor
+    ) -> None:
+        attention = read_attention(config, index, weights.below("self_attn."), config.hidden_size)
+        self.project = kernels.norm_linear(norm, config.rms_norm_eps, attention.qkv, attention.qkv_bias)
+        self.output = kernels.add_linear(attention.output, attention.output_bias)
+        self._attention = kernels.attention(attention.heads)
+
+    def attend(
+        self,
+        projected: torch.Tensor,
+        rope: Rotation | None,
+        cache: LayerCache,
+        batch: AttentionBatch,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        assert rope is not None
+        return self._attention(projected, rope, cache, batch, out)
+
+
+class GatedDeltaMixer:
+    """A gated delta net over a state per row. The arguments are those of `AttentionMixer`.
+
+    Its two numbers per head are a product of their own: checkpoints of few bits keep it in 16.
+    """
+
+    def __init__(
+        self, config: ModelConfig, index: int, weights: WeightReader, kernels: KernelSet, norm: torch.Tensor
+    ) -> None:
+        delta, hidden, weights = config.attention[index], config.hidden_size, weights.below("linear_attn.")
+        assert isinstance(delta, GatedDeltaConfig)
+        if weights.has("in_proj_qkvz.weight") or weights.has("in_proj_ba.weight"):
+            weights = weights.of(SortedProjections(weights.source, weights.prefix, delta, hidden))
+        mixed, gates, _ = delta.row_sizes
+        num_heads, eps = delta.num_v_heads, config.rms_norm_eps
+        inputs = weights.weight(("in_proj_qkv", "in_proj_z"), (mixed, gates), hidden)
+        numbers = weights.weight(("in_proj_b", "in_proj_a"), (num_heads, num_heads), hidden)
+        self._inputs = kernels.norm_linear(norm, eps, inputs)
+        self._numbers = kernels.norm_linear(norm, eps, numbers)
+        self.output = kernels.add_linear(weights.weight(("out_proj",), (hidden,), delta.output_size))
+        self._delta = kernels.gated_delta(read_gated_delta(config, delta, weights))
+
+    def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._inputs(hidden), self._numbers(hidden)
+
+    def attend(
+        self,
+        projected: tuple[torch.Tensor, torch.Tensor],
+        rope: Rotation | None,
+        cache: LayerState,
+        batch: AttentionBatch,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self._delta(projected, cache, batch, out)
 
 
 class GatedMLP:
@@ -95,7 +193,8 @@ class GatedMLP:
 
     def __init__(self, config: ModelConfig, weights: WeightReader, kernels: KernelSet) -> None:
         hidden, intermediate = config.hidden_size, config.intermediate_size
-        norm_weight, mlp = weights.tensor("post_attention_layernorm.weight", hidden), weights.below("mlp.")
+        norm_weight = read_norm(config, weights, "post_attention_layernorm.weight", hidden)
+        mlp = weights.below("mlp.")
         rows = (intermediate, intermediate)
         gate_up_bias = down_bias = None
         if config.mlp_bias:
@@ -122,30 +221,28 @@ class TransformerLayer:
     """
 
     def __init__(self, config: ModelConfig, index: int, weights: WeightReader, kernels: KernelSet) -> None:
-        attention = read_attention(config, index, weights.below("self_attn."), config.hidden_size)
-        input_norm = weights.tensor("input_layernorm.weight", config.hidden_size)
-        self._qkv = kernels.norm_linear(input_norm, config.rms_norm_eps, attention.qkv, attention.qkv_bias)
-        self._attention = kernels.attention(attention.heads)
-        self._output = kernels.add_linear(attention.output, attention.output_bias)
+        norm = read_norm(config, weights, "input_layernorm.weight", config.hidden_size)
+        attends = isinstance(config.attention[index], AttentionConfig)
+        self._mixer = (AttentionMixer if attends else GatedDeltaMixer)(config, index, weights, kernels, norm)
         self.has_experts, self.output_size = config.experts_of(index) is not None, config.attention[index].output_size
         mlp = SparseMLP if self.has_experts else GatedMLP
         self._mlp = mlp(config, weights, kernels)
 
-    def before_attention(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._qkv(hidden)
+    def before_attention(self, hidden: torch.Tensor) -> Any:
+        return self._mixer.project(hidden)
 
     def attend(
         self,
-        qkv: torch.Tensor,
-        rope: Rotation,
-        cache: LayerCache,
+        projected: Any,
+        rope: Rotation | None,
+        cache: LayerMemory,
         attention: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._attention(qkv, rope, cache, attention, out)
+        return self._mixer.attend(projected, rope, cache, attention, out)
 
     def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        return self._mlp(self._output(attended, hidden))
+        return self._mlp(self._mixer.output(attended, hidden))
 
 
 def inverse_frequencies(head_dim: int, config: RopeConfig) -> torch.Tensor:
@@ -215,7 +312,7 @@ def axis_frequencies(head_dim: int, config: RopeConfig) -> torch.Tensor | None:
 class SparseMLP:
     """hidden + the weighted sum of the gated MLPs that a token's router chooses, all of norm(hidden).
 
-    Checkpoints store experts one by one, or all in one tensor (`FusedExperts`).
+    Some models add an MLP for all tokens, times the sigmoid of a product with one row. Checkpoints store experts one by one, or all in one tensor (`FusedExperts`).
 
     Args:
         config: The model's, which has experts.
@@ -226,7 +323,7 @@ class SparseMLP:
     def __init__(self, config: ModelConfig, weights: WeightReader, kernels: KernelSet) -> None:
         experts, hidden = config.experts, config.hidden_size
         assert experts is not None
-        norm_weight = weights.tensor("post_attention_layernorm.weight", hidden)
+        norm_weight = read_norm(config, weights, "post_attention_layernorm.weight", hidden)
         names, num_experts, size = experts.names, experts.num_experts, experts.intermediate_size
         is_renamed = names.block != _FUSED_BLOCK and weights.has(f"{_FUSED_BLOCK}gate.weight")
         block = weights.below(_FUSED_BLOCK if is_renamed else names.block)
@@ -240,10 +337,43 @@ class SparseMLP:
         down = block.expert_weight("experts.{}.", num_experts, (names.down,), (hidden,), size)
         routing = Routing(experts.num_chosen, experts.normalizes, experts.are_chosen_evenly)
         self._experts = kernels.experts(norm_weight, config.rms_norm_eps, router, gate_up, down, routing)
+        self._shared: SharedMLP | None = None
+        if experts.shared_size:
+            below = weights.below(names.block)
+            self._shared = SharedMLP(config, experts.shared_size, below, kernels, norm_weight)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the residual stream after the MLP, [T, H]. Shapes: hidden [T, H], may be overwritten."""
-        return self._experts(hidden)
+        if self._shared is None:
+            return self._experts(hidden)
+        inner = self._shared.inner(hidden)
+        return self._shared.add(inner, self._experts(hidden))
+
+
+class SharedMLP:
+    """down(s silu(gate(x)) up(x)) with x = norm(hidden) and s the sigmoid of one more product: for all tokens alike.
+
+    Args:
+        config: The model's.
+        size: Of the MLP.
+        weights: Below the layer's MLP.
+        kernels: Of the device.
+        norm: Of the layer's MLP.
+    """
+
+    def __init__(
+        self, config: ModelConfig, size: int, weights: WeightReader, kernels: KernelSet, norm: torch.Tensor
+    ) -> None:
+        hidden, eps, mlp = config.hidden_size, config.rms_norm_eps, weights.below("shared_expert.")
+        gate_up = mlp.weight(("gate_proj", "up_proj"), (size, size), hidden)
+        self._gate_up = kernels.norm_gated_linear(norm, eps, gate_up)
+        self._share = kernels.norm_linear(norm, eps, weights.weight(("shared_expert_gate",), (1,), hidden))
+        self.add = kernels.add_linear(mlp.weight(("down_proj",), (hidden,), size))
+        """(inner, residual) -> residual + what the MLP gives."""
+
+    def inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the last product takes, [T, size]. Shapes: hidden [T, H]."""
+        return self._gate_up(hidden).mul_(torch.sigmoid(self._share(hidden)))
 
 
 class FusedExperts:
@@ -303,6 +433,66 @@ class FusedExperts:
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a stored tensor; those of single experts are none."""
+        return self._source.shape_of(name)
+
+    def type_of(self, name: str) -> torch.dtype | None:
+        return self._source.type_of(name)
+
+    def unread(self) -> Collection[str]:
+        return self._source.unread()
+
+
+class SortedProjections:
+    """Gives the projections of a gated delta net by kind, out of those of Qwen3-Next. See `WeightSource`.
+
+        stored   in_proj_qkvz: by key head its queries, keys, values and gates; in_proj_ba: likewise b and a
+        given    in_proj_qkv: all queries, all keys, all values; in_proj_z; in_proj_b; in_proj_a
+
+    Args:
+        source: Has the stored tensors.
+        prefix: Before their names.
+        delta: The layer's sizes.
+        hidden_size: H.
+    """
+
+    def __init__(self, source: WeightSource, prefix: str, delta: GatedDeltaConfig, hidden_size: int) -> None:
+        self._source = source
+        ratio = delta.num_v_heads // delta.num_k_heads
+        sizes = (delta.k_dim, delta.k_dim, ratio * delta.v_dim, ratio * delta.v_dim)
+        self._parts = {
+            f"{prefix}in_proj_qkv": ("in_proj_qkvz", sizes, (0, 1, 2)),
+            f"{prefix}in_proj_z": ("in_proj_qkvz", sizes, (3,)),
+            f"{prefix}in_proj_b": ("in_proj_ba", (ratio, ratio), (0,)),
+            f"{prefix}in_proj_a": ("in_proj_ba", (ratio, ratio), (1,)),
+        }
+        self._prefix = prefix
+        self._num_groups = delta.num_k_heads
+        self._hidden_size = hidden_size
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Index | None = None) -> torch.Tensor:
+        """Return rows of one kind, or any other tensor of the source.
+
+        Raises:
+            ModelLoadError: the stored tensor is missing, has the wrong shape or type, or cannot be read.
+        """
+        module, _, tensor = name.rpartition(".")
+        if module not in self._parts:
+            return self._source.get(name, shape, dtype, where)
+        stored, sizes, kinds = self._parts[module]
+        if tensor != "weight":
+            raise ModelLoadError(
+                f"there is no tensor {name} for quantized projections of Qwen3-Next",
+                got=f"{self._prefix}{stored} in few bits",
+                expected="in_proj_qkvz and in_proj_ba in 16 or 32 bits",
+                hint="use a checkpoint that leaves linear_attn out of quantization_config",
+            )
+        whole = (self._num_groups * sum(sizes), self._hidden_size)
+        groups = self._source.get(f"{self._prefix}{stored}.weight", whole, dtype).unflatten(0, (self._num_groups, -1))
+        parts = groups.split(sizes, 1)
+        return torch.cat([parts[kind].flatten(0, 1) for kind in kinds])
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a stored tensor; those of one kind are none."""
         return self._source.shape_of(name)
 
     def type_of(self, name: str) -> torch.dtype | None:

@@ -57,9 +57,13 @@ class RopeConfig:
     stretched_to: int = 0  # dynamic only: positions that the base is chosen for
     mrope_section: tuple[int, int, int] | None = None
     """Pairs of a head that turn with time, height and width (M-RoPE); None: all with the index alone."""
+    share: float = 1.0
+    """Of a head's elements, the leading ones, that are rotated (`partial_rotary_factor`)."""
 
 
-def read_rope(fields: ConfigFields, num_positions: int, max_model_len: int | None = None) -> tuple[RopeConfig, int]:
+def read_rope(
+    fields: ConfigFields, num_positions: int, max_model_len: int | None = None, *, share: float | None = None
+) -> tuple[RopeConfig, int]:
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
     Where a file has both, `rope_scaling` counts, as it does for transformers (5.17, `modeling_rope_utils.py`). Scaled
@@ -70,6 +74,7 @@ def read_rope(fields: ConfigFields, num_positions: int, max_model_len: int | Non
         fields: Of the language model.
         num_positions: `max_position_embeddings`.
         max_model_len: Tokens of the longest request, for dynamic scaling; None: no more than `num_positions`.
+        share: Of a head's elements that are rotated where config.json does not say it; None: all, always.
 
     Returns:
         What was read, and how many positions the model takes with it.
@@ -82,9 +87,13 @@ def read_rope(fields: ConfigFields, num_positions: int, max_model_len: int | Non
     if rope_type not in ROPE_TYPES:
         raise fields.error(f"{name}.rope_type", repr(rope_type), f"one of {', '.join(ROPE_TYPES)}")
     rotated = scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor")
-    if rotated not in (None, 1, 1.0):
+    if share is None and rotated not in (None, 1, 1.0):
         raise fields.error("partial_rotary_factor", rotated, "1: all of a head is rotated")
-    rope = RopeConfig(theta=scaling.number("rope_theta", 10000.0))
+    if rotated is None:
+        rotated = share or 1.0
+    if isinstance(rotated, bool) or not isinstance(rotated, int | float) or not 0.0 < rotated <= 1.0:
+        raise fields.error("partial_rotary_factor", repr(rotated), "a number above 0, at most 1")
+    rope = RopeConfig(theta=scaling.number("rope_theta", 10000.0), share=float(rotated))
     if rope_type == "default":
         return replace(rope, mrope_section=_mrope_section(fields, scaling)), num_positions
     if scaling.get("mrope_section") is not None:

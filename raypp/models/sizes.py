@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from raypp.models.attention_config import AttentionConfig
 from raypp.models.config import MeasuredLayer, ModelConfig
 from raypp.models.quantization import Quantization
+from raypp.ops.state_sizes import RowState
 
+STATE_BYTES = {"float32": 4, "bfloat16": 2}
 LOGIT_BYTES = 4  # whatever the model's type, see `raypp.ops.backend.KernelSet.lm_head`
 
 
@@ -108,8 +111,27 @@ def qkv_width(config: ModelConfig) -> int:
 
 
 def kv_bytes_per_token(config: ModelConfig, kv_dtype_bytes: int) -> list[int]:
-    """Return the bytes of KV cache that one token takes in each layer that keeps it."""
-    return [attention.cache.bytes_per_token(kv_dtype_bytes) for attention in config.attention]
+    """Return the bytes of KV cache that one token takes in each layer; 0 where there is a state per row instead."""
+    caches = [layer.cache for layer in config.attention]
+    return [0 if isinstance(cache, RowState) else cache.bytes_per_token(kv_dtype_bytes) for cache in caches]
+
+
+def state_bytes_per_row(config: ModelConfig, block_size: int, max_drafts: int, dtype_bytes: int) -> list[int]:
+    """Return the bytes that one row takes in each layer with a state per row; 0 in others.
+
+    Args:
+        config: The model's.
+        block_size: Of the KV cache.
+        max_drafts: K, of a step.
+        dtype_bytes: Of an activation.
+    """
+    caches = [layer.cache for layer in config.attention]
+    return [
+        cache.bytes_per_row(block_size, max_drafts, dtype_bytes, max(dtype_bytes, STATE_BYTES[cache.state_dtype]))
+        if isinstance(cache, RowState)
+        else 0
+        for cache in caches
+    ]
 
 
 def mlp_width(config: ModelConfig) -> int:
@@ -165,11 +187,19 @@ def _layer_size(config: ModelConfig, index: int, dtype_bytes: int) -> LayerSize:
 def _products(config: ModelConfig, index: int) -> tuple[list[_Product], list[_Product]]:
     """Return the products of a layer that all tokens share, and those of one of its experts."""
     hidden, attention = config.hidden_size, config.attention[index]
-    shared = [
-        _Product("self_attn.q_proj", sum(attention.row_sizes), hidden),
-        _Product("self_attn.o_proj", hidden, attention.output_size),
-    ]
+    if isinstance(attention, AttentionConfig):
+        block, inner = "self_attn.", [("q_proj", sum(attention.row_sizes))]
+    else:
+        mixed, gates, numbers = attention.row_sizes
+        block, inner = "linear_attn.", [("in_proj_qkv", mixed + gates), ("in_proj_b", numbers)]
+    shared = [_Product(block + name, rows, hidden) for name, rows in inner]
+    shared.append(_Product(block + ("o_proj" if block == "self_attn." else "out_proj"), hidden, attention.output_size))
     experts = config.experts_of(index)
+    if experts is not None and experts.shared_size:
+        shared += _gated_mlp(
+            f"{experts.names.block}shared_expert.", ("gate_proj", "down_proj"), hidden, experts.shared_size
+        )
+        shared.append(_Product(f"{experts.names.block}shared_expert_gate", 1, hidden))
     if experts is None:
         return shared + _gated_mlp("mlp.", ("gate_proj", "down_proj"), hidden, config.intermediate_size), []
     names = experts.names
@@ -185,8 +215,13 @@ def _num_other_parameters(config: ModelConfig, index: int) -> int:
     """Return how many parameters of a layer are never quantized: norms, biases, the router."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     attention = config.attention[index]
-    count = 2 * hidden + 2 * attention.head_dim * config.qk_norm + attention.num_heads * attention.has_sinks
-    count += sum(attention.row_sizes) * config.qkv_bias + hidden * config.attention_output_bias
+    count = 2 * hidden
+    if isinstance(attention, AttentionConfig):
+        count += 2 * attention.head_dim * config.qk_norm + attention.num_heads * attention.has_sinks
+        count += sum(attention.row_sizes) * config.qkv_bias + hidden * config.attention_output_bias
+    else:  # numbers per head, the norm, and the convolution
+        shape = attention.cache
+        count += 2 * shape.num_v_heads + shape.v_dim + shape.conv_dim * shape.kernel_size
     experts = config.experts_of(index)
     if experts is not None:
         return count + experts.num_experts * hidden

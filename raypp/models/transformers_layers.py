@@ -31,7 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from raypp.models.attention_config import AttentionConfig
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Rotation
 from raypp.ops.backend import SILU, Attention, ExpertWeights, Gate, KernelSet, Projection
-from raypp.ops.kv_cache import LayerCache
+from raypp.ops.row_state import LayerMemory
 from raypp.ops.weight import Weight, stacked_weights
 
 _LOG = logging.getLogger(__name__)
@@ -69,12 +69,12 @@ class Step:
     """What attention reads of the step that runs."""
 
     batch: AttentionBatch
-    caches: Sequence[LayerCache]
+    caches: Sequence[LayerMemory]
     positions: torch.Tensor
     rotations: dict[int, tuple[object, Rotation]]
     """For the kernels, by the identity of what they were made of: transformers' cosines, or frequencies of 0."""
 
-    def begin(self, positions: torch.Tensor, batch: AttentionBatch, caches: Sequence[LayerCache]) -> None:
+    def begin(self, positions: torch.Tensor, batch: AttentionBatch, caches: Sequence[LayerMemory]) -> None:
         """Set it for all layers. Shapes: positions [T] int64."""
         self.positions, self.batch, self.caches, self.rotations = positions, batch, caches, {}
 

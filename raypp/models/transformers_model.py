@@ -49,7 +49,7 @@ from raypp.models.weight_formats import check_shape, quantized_tensors, require_
 from raypp.models.weights import CheckpointWeights, DummyWeights, WeightSource
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.backend import KernelSet, LMHead
-from raypp.ops.kv_cache import LayerCache
+from raypp.ops.row_state import LayerMemory
 from raypp.ops.weight import Weight
 
 _LOG = logging.getLogger(__name__)
@@ -381,7 +381,7 @@ class TransformersModel:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionBatch,
-        kv_caches: Sequence[LayerCache],
+        kv_caches: Sequence[LayerMemory],
         deepstack: Deepstack | None = None,
     ) -> torch.Tensor:
         """Return what travels on, [T, H]: the residual stream, on the last stage the decoder's output.

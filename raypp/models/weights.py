@@ -374,9 +374,9 @@ class WeightReader:
         """Return whether a checkpoint has a tensor; random weights have none that one need not have."""
         return self.source.shape_of(self.prefix + name) is not None
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """Return one tensor."""
-        return self.source.get(self.prefix + name, shape, self.dtype).to(self.device)
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return one tensor, of the reader's type if no other is asked for."""
+        return self.source.get(self.prefix + name, shape, dtype or self.dtype).to(self.device)
 
     def number(self, name: str) -> float | None:
         """Return a tensor of one element that the checkpoint may have or not, None if it has none of that name."""

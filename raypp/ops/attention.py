@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from raypp.ops.row_state import RowSpans
+
 
 @dataclass(frozen=True, eq=False)
 class HeadNorm:
@@ -48,6 +50,10 @@ class Heads:
     """[Hq] float32: one more score per head in the softmax, without a value (gpt-oss)."""
     group: int = 0
     """Which of a step's block tables and slot mappings the layer uses."""
+    rotary_dim: int | None = None
+    """Leading elements of queries and keys that are rotated; None: `head_dim`."""
+    has_gate: bool = False
+    """Whether each query head is followed by as many elements, whose sigmoid the head's output is multiplied by."""
 
     def __post_init__(self) -> None:
         if not self.scale:
@@ -98,6 +104,8 @@ class AttentionBatch:
     prefill_seq_lens: list[int]
     plans: dict[Hashable, object] = field(default_factory=dict)
     """What the kernel set prepared, by kind of heads; see `raypp.ops.backend.KernelSet.plan_attention`."""
+    spans: RowSpans | None = None
+    """What layers with a state per row compute; None: no layer has one."""
     padded_out: Mapping[int, torch.Tensor] | None = None
     """[P, width] by width Hq * Dv, for a step that is padded to P tokens: where a layer's attention writes its T rows.
     Padding lies behind the step's tokens, belongs to no row, and `slot_mappings` [P] send it to the null block."""
@@ -116,6 +124,7 @@ class AttentionBatch:
         self.prefill_query_lens = step.prefill_query_lens
         self.prefill_seq_lens = step.prefill_seq_lens
         self.plans = step.plans
+        self.spans = step.spans
 
 
 class Rotation(NamedTuple):
@@ -162,6 +171,6 @@ def signed(cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> Rotation
 
 def apply_rotary(heads: torch.Tensor, rope: Rotation) -> torch.Tensor:
     """Return the heads rotated. Shapes: heads [T, any number, D]; so queries and keys are one call."""
-    halves = heads.view(heads.shape[0], heads.shape[1], 2, -1)
+    halves = heads.unflatten(2, (2, -1))
     # (a, b) -> (a cos - b sin, b cos + a sin), as one product and one fused addition over both halves.
     return torch.addcmul(halves * rope.cos, halves.flip(-2), rope.sin).view(heads.shape)

@@ -21,6 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads, Rotation
 from raypp.ops.kv_cache import LayerCache
+from raypp.ops.row_state import DeltaHeads, LayerState
 from raypp.ops.weight import Weight
 
 
@@ -82,13 +83,30 @@ class Attention(Protocol):
     ) -> torch.Tensor:
         """Return the output, [T, Hq * Dv]; in `out` if that is given.
 
-        Shapes: qkv [T, (Hq + Hk) * Dk + Hk * Dv]: queries, keys, values; rope: the step's, of the same kernel set. T
-        may be more than the batch's tokens: the rest of `out` is left alone. What a row computes past the end of its
+        Shapes: qkv [T, (Hq + Hk) * Dk + Hk * Dv]: queries, keys, values; with gates one of Dk elements behind each head
+        of queries; rope: the step's, of the same kernel set. T may be more than the batch's tokens: the rest of `out` is left alone. What a row computes past the end of its
         block table is finite, meaningless and never read.
         """
 
     def append(self, qkv: torch.Tensor, rope: Rotation, cache: LayerCache, slot_mapping: torch.Tensor) -> None:
         """Only write the cache, as a call does. Never waits for the device. Shapes: slot_mapping [T] int64."""
+
+
+class GatedDelta(Protocol):
+    """From the projections of a gated delta net to its gated norm; states are moved on the way. A break point."""
+
+    def __call__(
+        self,
+        projected: tuple[torch.Tensor, torch.Tensor],
+        state: LayerState,
+        batch: AttentionBatch,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the output, [T, Hv * Dv]; in `out` if that is given. The batch says its `spans`.
+
+        Shapes: projected [T, C + Hv * Dv]: inputs of the convolution, gates; and [T, 2 Hv]: b and a. T may be more than
+        the batch's tokens: the rest of `out` is left alone.
+        """
 
 
 @dataclass(frozen=True)
@@ -231,6 +249,9 @@ class KernelSet(Protocol):
 
     def attention(self, heads: Heads) -> Attention:
         """Return the attention of a layer with these heads."""
+
+    def gated_delta(self, heads: DeltaHeads) -> GatedDelta:
+        """Return the gated delta net of a layer with these heads."""
 
     def rotation(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float = 1.0) -> Rotation:
         """Return the rotation of a step's tokens for `Attention`, once for all layers; see `raypp.ops.attention`.

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from raypp.models.attention_config import AttentionConfig, LayerMixer
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import LayerSize, kv_bytes_per_token, layer_sizes, lm_head_bytes
 from raypp.scheduler.step_budget import RooflineCost, StageTimes
@@ -106,6 +107,10 @@ def estimated_costs(
     )
 
 
+_NEXT_TO_NOTHING = 1.0
+"""Bytes or operations, in place of none: what is estimated to take no time is never learned."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Device:
     """Guesses of a device's speed, before the first step is measured; see `StepPredictor`."""
@@ -127,8 +132,8 @@ class _Device:
             weights=weights,
             token=self.token_share * weights / free_tokens,
             logit=self.row_ms,
-            kv=kv_bytes / self.kv_bytes_per_ms,
-            pair=pairs_flops / self.attention_flops_per_ms,
+            kv=max(kv_bytes, _NEXT_TO_NOTHING) / self.kv_bytes_per_ms,
+            pair=max(pairs_flops, _NEXT_TO_NOTHING) / self.attention_flops_per_ms,
         )
 
 
@@ -174,7 +179,7 @@ def estimated_times(
     device = _GPU if on_gpu else _CPU
     # What a window leaves out is counted, too: measured steps correct it.
     layers = [
-        device.layer(size, 2.0 * each.num_heads * (each.head_dim + each.v_dim), kv_bytes, free_tokens)
+        device.layer(size, _pair_flops(each), kv_bytes, free_tokens)
         for size, each, kv_bytes in zip(
             layer_sizes(model, dtype_bytes), model.attention, kv_bytes_per_token(model, kv_dtype_bytes), strict=True
         )
@@ -189,6 +194,11 @@ def estimated_times(
             times = times._replace(step=times.step + head_ms, logit=times.logit + head_ms / free_tokens)
         found.append(times)
     return found
+
+
+def _pair_flops(layer: LayerMixer) -> float:
+    """Return the operations for a query and a token that it sees; a state is as large whatever a row's length."""
+    return 2.0 * layer.num_heads * (layer.head_dim + layer.v_dim) if isinstance(layer, AttentionConfig) else 0.0
 
 
 def parts_of(

@@ -17,7 +17,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig, as_stored, load_model_config
 from raypp.models.quantization import ONLINE_FP8, Quantization
-from raypp.models.sizes import kv_bytes_per_token
+from raypp.models.sizes import kv_bytes_per_token, state_bytes_per_row
 from raypp.plan.encoder_plan import EncoderPlan, plan_encoders
 from raypp.plan.hardware import Hardware
 from raypp.plan.layer_partition import layers_per_stage
@@ -94,6 +94,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         rope_scaling=config.model.rope_scaling,
         max_model_len=config.model.max_model_len,
     )
+    config = _for_row_states(config, read)
     described = with_even_routing(config, read)
     stored = described if config.model.load_format == "dummy" else as_stored(described, model_path)
     num_stages = config.parallel.num_stages
@@ -120,6 +121,8 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         block_bytes_by_group(model, config.cache.block_size, kv_dtype_bytes, start, start + count)
         for start, count in zip(starts, layers, strict=True)
     ]
+    of_rows = state_bytes_per_row(model, config.cache.block_size, config.speculative.max_drafts, dtype_bytes)
+    row_bytes = [sum(of_rows[start : start + count]) for start, count in zip(starts, layers, strict=True)]
     weight_bytes = stage_weight_bytes(held, layers, dtype_bytes)
     head_spec = None if head is None else draft_head_spec(config, head_path, head, starts)
     window = ngram_window(config, model)
@@ -146,6 +149,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         dtype_bytes=dtype_bytes,
         weight_bytes=weight_bytes,
         block_bytes=block_bytes,
+        row_bytes=row_bytes,
         speculation_bytes=speculation_bytes(config, model, window, head_spec, dtype_bytes),
         item_bytes=encoders.item_bytes,
     )
@@ -167,6 +171,24 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     )
 
 
+def _for_row_states(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Return the configuration without a prefix cache if layers keep states: these are of whole rows.
+
+    Raises:
+        ConfigError: blocks that a prefix cache finds are to be kept in CPU memory.
+    """
+    if not model.has_row_states or not config.cache.enable_prefix_caching:
+        return config
+    if config.cache.cpu_kv_bytes:
+        raise ConfigError(
+            "cpu_kv_bytes keeps KV blocks for prompts that begin alike, and this model's prompts share nothing",
+            got=f"cpu_kv_bytes={config.cache.cpu_kv_bytes}, {model.architecture}, of whose layers some keep a state",
+            expected="cpu_kv_bytes = 0",
+        )
+    _LOG.info("%s: layers keep a state per request, so no prompt begins with what another one left", model.architecture)
+    return config.with_settings(enable_prefix_caching=False)
+
+
 def _refuse_for_transformers(config: EngineConfig) -> None:
     """Refuse what is for raypp's own layers alone."""
     if config.speculative.model is not None:
@@ -181,10 +203,10 @@ def block_bytes_by_group(
     model: ModelConfig, block_size: int, kv_dtype_bytes: int, start_layer: int, end_layer: int
 ) -> list[int]:
     """Return what a KV block of each group of layers takes on a stage that has the layers [start_layer, end_layer)."""
-    windows, sizes = model.windows, kv_bytes_per_token(model, kv_dtype_bytes)
-    block_bytes = [0] * len(windows)
+    sizes, block_bytes = kv_bytes_per_token(model, kv_dtype_bytes), [0] * len(model.windows)
     for index in range(start_layer, end_layer):
-        block_bytes[windows.index(model.attention[index].window)] += block_size * sizes[index]
+        if (group := model.group_of(index)) is not None:
+            block_bytes[group] += block_size * sizes[index]
     return block_bytes
 
 

@@ -5,9 +5,10 @@ Pure: reads the model's config.json and the machine's description, starts nothin
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from raypp.plan.graph_plan import describe_graphs, graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware
 from raypp.plan.speculation_plan import check_host_memory, draft_cost, draft_policy, resolved_speculation, table_bytes
 from raypp.plan.stage_memory import (
+    StageMemory,
     block_mix,
     check_cpu_memory,
     check_main_memory,
@@ -42,6 +44,7 @@ from raypp.scheduler.limits import STEPS_PER_COHORT, SchedulerLimits
 from raypp.scheduler.step_budget import StepPredictor
 from raypp.stage.stage_spec import NUM_PADDING_ROWS, GraphSpec, StageSpec
 
+_LOG = logging.getLogger(__name__)
 _LINK_MARGIN_S = 5.0  # the driver, which sees all stages, names the frozen one before a neighbour gives up
 _SHORT_STEP_MS = 2.0
 """From a result to the plan that builds on it takes the hosts up to 1.1 ms: docs/design/0140-a-third-step-ahead.md."""
@@ -56,6 +59,7 @@ class StageLayout:
     end_layer: int  # exclusive
     weight_bytes: int
     kv_cache_bytes: int
+    state_bytes: int  # of rows, in layers that keep some
     cpu_kv_bytes: int  # of main memory
     token_table_bytes: int  # of the last stage; 0 on others
     draft_head_bytes: int = 0  # of `weight_bytes`, those of a draft head and what it uses, on the last stage
@@ -162,10 +166,7 @@ class EnginePlan(EngineLayout):
             vocab_size=self.model.vocab_size,
             block_size=self.config.cache.block_size,
             groups=self.groups,
-            layer_groups=tuple(
-                self.model.windows.index(attention.window)
-                for attention in self.model.attention[layout.start_layer : layout.end_layer]
-            ),
+            layer_groups=tuple(map(self.model.group_of, range(layout.start_layer, layout.end_layer))),
             num_staged_blocks=self.num_staged_blocks,
             max_drafts=self.config.speculative.max_drafts,
             speculative=self.config.speculative,
@@ -217,6 +218,7 @@ class EnginePlan(EngineLayout):
             "device": self.device,
             "transport": self.transport,
             "max_model_len": self.max_model_len,
+            "max_num_seqs": self.config.scheduler.max_num_seqs,
             "max_steps_per_cohort": self.max_steps_per_cohort,
             "num_threads_per_stage": self.num_threads,
             "block_size": self.config.cache.block_size,
@@ -239,6 +241,7 @@ class EnginePlan(EngineLayout):
                     "weight_bytes": stage.weight_bytes,
                     **_described(self._step_reads(stage)),
                     "kv_cache_bytes": stage.kv_cache_bytes,
+                    "state_bytes": stage.state_bytes,
                     "cpu_kv_bytes": stage.cpu_kv_bytes,
                     "token_table_bytes": stage.token_table_bytes,
                     "draft_head_bytes": stage.draft_head_bytes,
@@ -280,6 +283,8 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
     block_bytes, mix = [stage.block_bytes for stage in memory], block_mix(config, model)
     choose = num_blocks_on_cpu if layout.device == "cpu" else num_blocks_on_gpus
     num_blocks = mix.of(choose(config, mix, memory))
+    if model.has_row_states:
+        config, memory = _with_states(config, memory, mix.rows(num_blocks[0]))
     num_in_cpu_memory = num_cpu_blocks(config, memory, num_blocks)
     if layout.device == "cpu":
         num_held = list(map(add, num_blocks, num_in_cpu_memory))
@@ -295,6 +300,7 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
             end_layer=start + count,
             weight_bytes=memory[index].weight_bytes,
             kv_cache_bytes=memory[index].kv(num_blocks),
+            state_bytes=memory[index].state_bytes,
             cpu_kv_bytes=memory[index].kv(num_in_cpu_memory),
             token_table_bytes=table_bytes(config, layout.ngram_window) if index == last else 0,
             draft_head_bytes=layout.draft_head_bytes if index == last else 0,
@@ -303,7 +309,7 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
     )
     has_defaults = config.model.generation_config == "auto"
     return EnginePlan(
-        **vars(layout),
+        **{**vars(layout), "config": config, "memory": memory},
         transport=_transport(config, layout.device),
         max_model_len=longest_request(config, model, mix, num_blocks),
         groups=tuple(
@@ -319,6 +325,23 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
         stages=stages,
         sampling_defaults=read_sampling_defaults(Path(layout.model_path)) if has_defaults else {},
     )
+
+
+def _with_states(
+    config: EngineConfig, memory: tuple[StageMemory, ...], num_rows: int
+) -> tuple[EngineConfig, tuple[StageMemory, ...]]:
+    """Return how many requests run at a time, and the stages' memory with their states."""
+    asked = config.scheduler.max_num_seqs
+    if num_rows < asked:
+        _LOG.warning(
+            "max_num_seqs is %d instead of %d: each running request takes %.0f MiB of a stage for states of layers; "
+            "fewer num_kv_blocks, or more memory, leave room for more",
+            num_rows,
+            asked,
+            max(stage.row_bytes for stage in memory) / 2**20,
+        )
+    held = tuple(replace(stage, num_rows=num_rows + NUM_PADDING_ROWS) for stage in memory)
+    return config.with_settings(max_num_seqs=num_rows), held
 
 
 def _described(reads: WeightReads) -> dict[str, Any]:

@@ -67,7 +67,12 @@ class Fit:
 
     def num_requests(self, num_tokens: int) -> int:
         """Return how many requests of that many tokens run at once: `max_num_seqs` limits them, too."""
-        return min(self.requests_held(num_tokens), self.config.scheduler.max_num_seqs)
+        return min(self.requests_held(num_tokens), self.max_num_seqs)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Requests that run at a time: as many as asked for, or as many states as there is room for."""
+        return (self.config if self.plan is None else self.plan.config).scheduler.max_num_seqs
 
     def request_lengths(self) -> list[int]:
         """Return the lengths to count requests of, in tokens, ascending."""
@@ -104,7 +109,8 @@ class Fit:
             "max_model_len": None if self.plan is None else self.plan.max_model_len,
             "asked_max_model_len": self.config.model.max_model_len,
             "model_max_len": self.layout.model.max_position_embeddings,
-            "max_num_seqs": self.config.scheduler.max_num_seqs,
+            "max_num_seqs": self.max_num_seqs,
+            "asked_max_num_seqs": self.config.scheduler.max_num_seqs,
             "requests": [
                 {
                     "num_tokens": length,
@@ -117,7 +123,7 @@ class Fit:
         }
 
     def _stage(self, index: int) -> dict[str, Any]:
-        memory, start = self.layout.memory[index], self.layout.start_layers[index]
+        memory, start = (self.plan or self.layout).memory[index], self.layout.start_layers[index]
         groups = () if self.plan is None else self.plan.groups
         kv_bytes = memory.kv([group.num_blocks for group in groups]) if groups else None
         cpu_kv_bytes = memory.kv([group.num_cpu_blocks for group in groups])
@@ -127,6 +133,7 @@ class Fit:
             "layers": [start, start + self.layout.layers[index]],
             **asdict(memory),
             "block_bytes": sum(memory.block_bytes),
+            "state_bytes": memory.state_bytes,
             "kv_cache_bytes": kv_bytes,
             "cpu_kv_bytes": cpu_kv_bytes,
             "left_bytes": memory.share_bytes - memory.taken_bytes - (kv_bytes or 0) - of_share,
@@ -158,7 +165,7 @@ def check_fit(
             num_machines = _placed(layout, machines)
         plan = plan_layout(layout, hardware)
         if layout.device == "cpu" and machines is not None:  # else there may be others in the cluster
-            check_one_machine(layout.memory, [group.num_blocks + group.num_cpu_blocks for group in plan.groups])
+            check_one_machine(plan.memory, [group.num_blocks + group.num_cpu_blocks for group in plan.groups])
     except ResourceError as error:
         plan, problem = None, error
     return Fit(
@@ -397,12 +404,12 @@ def summary_of(fit: Fit) -> dict[str, Any]:
 def describe_layers(model: ModelConfig) -> str:
     """Return how many layers of transformers' modules a model has, and what is special about their attention."""
     parts = [f"{model.num_layers} layers by transformers' modules"]
-    windows = Counter(attention.window for attention in model.attention if attention.window is not None)
+    windows = Counter(attention.window for attention in model.attending if attention.window is not None)
     parts += [f"{count} with a window of {window} tokens" for window, count in windows.items()]
     for what, has in (
-        ("sinks", any(attention.has_sinks for attention in model.attention)),
-        ("capped scores", any(attention.soft_cap is not None for attention in model.attention)),
-        ("keys and values of different sizes", any(each.head_dim != each.v_dim for each in model.attention)),
+        ("sinks", any(attention.has_sinks for attention in model.attending)),
+        ("capped scores", any(attention.soft_cap is not None for attention in model.attending)),
+        ("keys and values of different sizes", any(each.head_dim != each.v_dim for each in model.attending)),
     ):
         if has:
             parts.append(what)

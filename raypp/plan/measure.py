@@ -22,8 +22,15 @@ import torch
 from raypp.config.engine_config import EngineConfig
 from raypp.config.sections import SpeculativeSection
 from raypp.messages import BlockGroup, StepPlan, StepResult
+from raypp.models.attention_config import AttentionConfig
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import kv_bytes_per_token, layer_prefix, layer_sizes, linear_modules
+from raypp.models.sizes import (
+    kv_bytes_per_token,
+    layer_prefix,
+    layer_sizes,
+    linear_modules,
+    state_bytes_per_row,
+)
 from raypp.ops.attention import AttentionBatch
 from raypp.plan.cost_model import StepCosts, parts_of
 from raypp.plan.engine_plan import EnginePlan
@@ -205,7 +212,7 @@ class _Rig:
             # The scheduler keeps a block free for each running request when it admits another one.
             groups=tuple(
                 BlockGroup(1 + num_rows * blocks_per_row + num_prompts * (prompt_blocks + max_rows), window)
-                for window in model.windows
+                for window in model.windows or (None,)
             ),
             trace=False,
             max_drafts=0,
@@ -218,7 +225,7 @@ class _Rig:
                 stage_index=index,
                 start_layer=index * num_layers,
                 end_layer=(index + 1) * num_layers,
-                layer_groups=(0,) * num_layers,
+                layer_groups=(model.group_of(0),) * num_layers,
             )
             for index in range(_NUM_STAGES)
         ]
@@ -476,9 +483,15 @@ def layer_room(plan: EnginePlan, hardware: Hardware) -> LayerRoom:
     # Blocks that were asked for are needed; else as many as the longest request takes, and the null block.
     num_blocks = cache.num_kv_blocks or 1 + -(-plan.max_model_len // cache.block_size)
     of_windows = dict(zip(model.windows, block_mix(plan.config, model).of(num_blocks), strict=True))
+    of_row = state_bytes_per_row(model, cache.block_size, plan.config.speculative.max_drafts, dtype_bytes)
+    of_states = [num_bytes * (plan.config.scheduler.max_num_seqs + NUM_PADDING_ROWS) for num_bytes in of_row]
     kv_bytes = [
         of_windows[attention.window] * cache.block_size * token_bytes
-        for attention, token_bytes in zip(model.attention, kv_bytes_per_token(model, plan.kv_dtype_bytes), strict=True)
+        if isinstance(attention, AttentionConfig)
+        else rows
+        for attention, token_bytes, rows in zip(
+            model.attention, kv_bytes_per_token(model, plan.kv_dtype_bytes), of_states, strict=True
+        )
     ]
     besides = stage_weight_bytes(model, [0] * len(plan.stages), dtype_bytes)
     besides[-1] += plan.stages[-1].draft_head_bytes

@@ -1,6 +1,6 @@
 """What fits into the stages' memory: weights, KV blocks, and the longest request that these hold.
 
-    share of the device = weights + what a step's tensors take + graphs and libraries + KV blocks
+    share of the device = weights + what a step's tensors take + graphs and libraries + states of rows + KV blocks
 
 There are as many KV blocks as the stage with the fewest holds, since all of them use the same block ids. If asked for,
 others are kept in the main memory of the stages' machines.
@@ -61,6 +61,7 @@ class BlockMix:
         step_tokens: Of one step.
         tokens_ahead: That steps in flight may write of a row.
         usual_length: Tokens of a request.
+        least_rows: Requests that must be able to run at a time, if layers keep states of them.
     """
 
     windows: tuple[int | None, ...]
@@ -69,6 +70,12 @@ class BlockMix:
     step_tokens: int
     tokens_ahead: int
     usual_length: int
+    least_rows: int = 1
+
+    def rows(self, num_blocks: int) -> int:
+        """Return the rows of a model whose layers keep states of them: as many as requests of a usual length fit."""
+        fitting = (num_blocks - 1) // -(-self.usual_length // self.block_size)
+        return max(self.least_rows, min(self.most_rows, fitting))
 
     def of(self, num_blocks: int) -> tuple[int, ...]:
         """Return the blocks of each group, null blocks included, where the first has so many."""
@@ -87,19 +94,21 @@ class BlockMix:
         assert window is not None, "there is one group without a window, the first"
         return -(-(window + self.tokens_ahead) // self.block_size) + 1
 
-    def most(self, block_bytes: Sequence[int], num_bytes: int) -> int:
+    def most(self, block_bytes: Sequence[int], num_bytes: int, row_bytes: int = 0) -> int:
         """Return the largest number of blocks of the first group with which all groups take at most `num_bytes`.
 
-        Below 2 where nothing fits; `block_bytes` has what a block takes, by group.
+        Below 2 where nothing fits; `block_bytes` has what a block takes, by group, and `row_bytes` what states of a row
+        do.
         """
 
         def taken(num_blocks: int) -> int:
-            return sum(map(mul, self.of(num_blocks), block_bytes))
+            states = (self.rows(num_blocks) + NUM_PADDING_ROWS) * row_bytes
+            return sum(map(mul, self.of(num_blocks), block_bytes)) + states
 
         low, high = 0, 1
         while taken(high) <= num_bytes:
             low, high = high, 2 * high
-            if high > _MOST_BLOCKS:  # a stage whose layers all have windows
+            if high > _MOST_BLOCKS:  # a stage whose layers all have windows, or states
                 return _MOST_BLOCKS
         while high - low > 1:
             middle = (low + high) // 2
@@ -132,12 +141,19 @@ class StageMemory:
     speculation_bytes: int  # tables of known tokens, states that a draft head reads
     item_bytes: int  # embeddings of images, on the first stage
     block_bytes: tuple[int, ...]  # of one KV block, by group of layers
+    row_bytes: int = 0  # of one row's states
+    num_rows: int = 0  # that have states, padding included; 0 until it is decided
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all rows' states."""
+        return self.num_rows * self.row_bytes
 
     @property
     def taken_bytes(self) -> int:
         """All but the KV cache."""
         fixed = self.weight_bytes + self.step_bytes + self.graph_bytes + self.library_bytes
-        return fixed + self.speculation_bytes + self.item_bytes
+        return fixed + self.speculation_bytes + self.item_bytes + self.state_bytes
 
     def kv(self, num_blocks: Sequence[int]) -> int:
         """Return the bytes of that many KV blocks of each group."""
@@ -145,7 +161,7 @@ class StageMemory:
 
     def max_blocks(self, mix: BlockMix) -> int:
         """Return the KV blocks of the first group for which the rest of the share suffices, all groups counted."""
-        return mix.most(self.block_bytes, self.share_bytes - self.taken_bytes)
+        return mix.most(self.block_bytes, self.share_bytes - self.taken_bytes, self.row_bytes)
 
 
 def memory_of_stages(
@@ -157,6 +173,7 @@ def memory_of_stages(
     dtype_bytes: int,
     weight_bytes: Sequence[int],
     block_bytes: Sequence[Sequence[int]],
+    row_bytes: Sequence[int],
     speculation_bytes: Sequence[int],
     item_bytes: int,
 ) -> tuple[StageMemory, ...]:
@@ -170,6 +187,7 @@ def memory_of_stages(
         dtype_bytes: Of weights and activations.
         weight_bytes: Of each stage.
         block_bytes: What a KV block of each group takes on each stage.
+        row_bytes: What a row's states take on each stage.
         speculation_bytes: What speculation keeps on each stage, weights and KV aside.
         item_bytes: What images take on the first stage.
     """
@@ -188,8 +206,11 @@ def memory_of_stages(
             speculation_bytes=kept,
             item_bytes=item_bytes if index == 0 else 0,
             block_bytes=tuple(block),
+            row_bytes=states,
         )
-        for index, (weights, block, kept) in enumerate(zip(weight_bytes, block_bytes, speculation_bytes, strict=True))
+        for index, (weights, block, states, kept) in enumerate(
+            zip(weight_bytes, block_bytes, row_bytes, speculation_bytes, strict=True)
+        )
     )
 
 
@@ -214,6 +235,7 @@ def block_mix(config: EngineConfig, model: ModelConfig) -> BlockMix:
         step_tokens=config.scheduler.max_num_batched_tokens,
         tokens_ahead=(most_steps + 1) * (1 + config.speculative.max_drafts),
         usual_length=min(longest, _USUAL_LENGTH),
+        least_rows=1 if config.cache.num_kv_blocks is None else config.scheduler.max_num_seqs,
     )
 
 
@@ -230,9 +252,9 @@ def num_blocks_on_cpu(config: EngineConfig, mix: BlockMix, memory: Sequence[Stag
     """
     if config.cache.num_kv_blocks is not None:
         return config.cache.num_kv_blocks
-    num_blocks = min(mix.most(stage.block_bytes, config.cache.kv_cache_bytes) for stage in memory)
+    num_blocks = min(mix.most(stage.block_bytes, config.cache.kv_cache_bytes, stage.row_bytes) for stage in memory)
     if num_blocks < 2:
-        least = max(stage.kv(mix.of(2)) for stage in memory)
+        least = max(stage.kv(mix.of(2)) + (mix.rows(2) + NUM_PADDING_ROWS) * stage.row_bytes for stage in memory)
         raise ResourceError(
             "the KV cache is too small for one block",
             got=f"kv_cache_bytes={config.cache.kv_cache_bytes}",
@@ -270,7 +292,7 @@ def check_main_memory(memory: Sequence[StageMemory], num_blocks: Sequence[int]) 
     Raises:
         ResourceError: says which stage, with the numbers.
     """
-    needed = [stage.weight_bytes + stage.kv(num_blocks) for stage in memory]
+    needed = [stage.weight_bytes + stage.state_bytes + stage.kv(num_blocks) for stage in memory]
     stage_index = needed.index(max(needed))
     stage = memory[stage_index]
     if not stage.share_bytes or needed[stage_index] <= stage.share_bytes:
@@ -279,7 +301,8 @@ def check_main_memory(memory: Sequence[StageMemory], num_blocks: Sequence[int]) 
         f"stage {stage_index} does not fit this machine's memory",
         got=f"{stage.share_bytes / 2**30:.2f} GiB",
         expected=f"{needed[stage_index] / 2**30:.2f} GiB: weights {stage.weight_bytes / 2**30:.2f}, "
-        f"{sum(num_blocks)} KV blocks {stage.kv(num_blocks) / 2**30:.2f}",
+        f"{sum(num_blocks)} KV blocks {stage.kv(num_blocks) / 2**30:.2f}, "
+        f"states of requests {stage.state_bytes / 2**30:.2f}",
         hint="more stages on more machines, or a smaller num_kv_blocks, kv_cache_bytes or cpu_kv_bytes",
     )
 

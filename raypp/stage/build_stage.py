@@ -15,7 +15,9 @@ from raypp.models.draft_head import DraftHead
 from raypp.models.registry import build_model
 from raypp.models.weights import PickledWeights, WeightReader, WeightSource, open_weights, warn_of_unread
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice
-from raypp.ops.kv_cache import LayerCache, allocate_layer_cache
+from raypp.ops.kv_cache import allocate_layer_cache
+from raypp.ops.row_state import LayerMemory, allocate_layer_state
+from raypp.ops.state_sizes import RowState
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage import Stage
 from raypp.stage.stage_model import StageModel
@@ -100,7 +102,7 @@ def _build_draft_head(spec: StageSpec, head: DraftHeadSpec, config: ModelConfig,
     """Return the head on the last stage, with its weights. It computes with kernels of its own if its heads differ."""
     dtype, device, layer = getattr(torch, spec.dtype), torch.device(spec.device), head.config.layer
     kernels = model.kernels
-    if any(each.cache != layer.attention[0].cache for each in config.attention):
+    if any(each.cache != layer.attention[0].cache for each in config.attending):
         kernels = choose_kernels(device, dtype, block_size=spec.block_size, kv_dtype=getattr(torch, spec.kv_dtype))
     source: WeightSource = open_weights(spec.load_format, head.path, spec.seed, device)
     if spec.load_format != "dummy" and not has_safetensors(Path(head.path)):
@@ -152,12 +154,18 @@ def build_stage(
     return Stage(spec, model, allocate_kv_caches(spec, config), links, schemas, tracer)
 
 
-def allocate_kv_caches(spec: StageSpec, config: ModelConfig) -> list[LayerCache]:
-    """Return the KV caches of the stage's layers, all zeros."""
-    dtype, device, caches = getattr(torch, spec.kv_dtype), torch.device(spec.device), []
+def allocate_kv_caches(spec: StageSpec, config: ModelConfig) -> list[LayerMemory]:
+    """Return what the stage's layers keep, all zeros."""
+    device, kept = torch.device(spec.device), list[LayerMemory]()
     of_layers = config.attention[spec.start_layer : spec.end_layer]
-    for group, attention in zip(spec.layer_groups, of_layers, strict=True):
-        num_blocks, cache = spec.groups[group].num_blocks, attention.cache
-        sizes = (cache.num_kv_heads, cache.k_dim, cache.v_dim)
-        caches.append(allocate_layer_cache(num_blocks, spec.block_size, *sizes, dtype, device))
-    return caches
+    for group, layer in zip(spec.layer_groups, of_layers, strict=True):
+        cache = layer.cache
+        if isinstance(cache, RowState):
+            sizes = (spec.max_num_seqs, spec.block_size, spec.max_drafts)
+            kept.append(allocate_layer_state(cache, *sizes, getattr(torch, spec.dtype), device))
+            continue
+        assert group is not None
+        dims = (cache.num_kv_heads, cache.k_dim, cache.v_dim)
+        of_group = (spec.groups[group].num_blocks, spec.block_size, *dims)
+        kept.append(allocate_layer_cache(*of_group, getattr(torch, spec.kv_dtype), device))
+    return kept

@@ -19,6 +19,7 @@ from raypp.messages import BlockCopies, StepPlan, unpack
 from raypp.ops.block_store import BlockStore
 from raypp.ops.device_kernels import open_block_store
 from raypp.ops.kv_cache import LayerCache
+from raypp.ops.row_state import LayerMemory
 from raypp.stage.stage_spec import StageSpec
 from raypp.tracing import ForwardCounter, now_ns
 from raypp.transport.gpu_access import CurrentStream
@@ -114,7 +115,7 @@ class _Batch:
 
 
 def open_cpu_kv(
-    spec: StageSpec, kv_caches: Sequence[LayerCache], of_head: Sequence[LayerCache], counter: ForwardCounter
+    spec: StageSpec, kv_caches: Sequence[LayerMemory], of_head: Sequence[LayerCache], counter: ForwardCounter
 ) -> HostCpuKv | CudaCpuKv | None:
     """Return what copies a stage's blocks to CPU memory and back; None: no blocks are kept there.
 
@@ -131,7 +132,8 @@ def open_cpu_kv(
         return None
     stores = []
     for index, group in enumerate(spec.groups):
-        of_group = [cache for cache, at in zip(kv_caches, spec.layer_groups, strict=True) if at == index]
+        of_layers = zip(kv_caches, spec.layer_groups, strict=True)
+        of_group = [cache for cache, at in of_layers if at == index and isinstance(cache, LayerCache)]
         kinds = [caches for caches in (of_group, [] if index else of_head) if caches]
         stores += [(index, open_block_store(caches, group.num_cpu_blocks, spec.num_staged_blocks)) for caches in kinds]
     device = torch.device(spec.device)

@@ -19,7 +19,7 @@ import torch
 from raypp.errors import ResourceError
 from raypp.messages import NULL_BLOCK
 from raypp.ops.attention import AttentionBatch
-from raypp.ops.kv_cache import LayerCache
+from raypp.ops.row_state import LayerMemory, RowSpans, moved
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
 from raypp.ops.row_tokens import StepTokens
 from raypp.row_params import Needs
@@ -45,17 +45,27 @@ def padding_step(
     prefill_lens = [min(most, num_prefill_tokens - start) for start in range(0, num_prefill_tokens, most)]
     lens = [decode_query_len] * num_decode_rows + prefill_lens
     shape = (len(spec.groups), len(lens), spec.blocks_per_row + 1)
+    begins = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
+    nothing = torch.zeros(len(lens), dtype=torch.int32, device=device)
     # By the operation of real steps: the first prompt would wait for its kernel, too.
     inputs = row_inputs(
         torch.full(shape, NULL_BLOCK, dtype=torch.int32, device=device),
         NewEntries(*torch.empty(3, 0, dtype=torch.int64, device=device).unbind()),
         torch.arange(len(lens), device=device),
-        torch.zeros(len(lens), dtype=torch.int32, device=device),
-        Queries(torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device), sum(lens), max(lens)),
+        nothing,
+        Queries(begins, sum(lens), max(lens)),
         block_size=spec.block_size,
         max_len=spec.max_seq_len,
     )
+    spans = RowSpans(
+        rows=torch.full((len(lens),), spec.padding_row, dtype=torch.int64, device=device),
+        starts=nothing,
+        query_start_loc=begins,
+        held=nothing,
+        kept=moved(nothing, begins, num_decode_rows, spec.block_size),
+    )
     attention = AttentionBatch(
+        spans=spans,
         num_decode_rows=num_decode_rows,
         decode_query_len=decode_query_len,
         seq_lens=inputs.seq_lens,
@@ -71,7 +81,7 @@ _FEW_TOKENS = 16
 
 
 def warm_up(
-    spec: StageSpec, model: StageModel, kv_caches: Sequence[LayerCache], sampler: Sampler | None = None
+    spec: StageSpec, model: StageModel, kv_caches: Sequence[LayerMemory], sampler: Sampler | None = None
 ) -> None:
     """Run the largest prefill and small mixed steps, of padding alone; only the null block is written.
 
@@ -125,7 +135,7 @@ def _choose(spec: StageSpec, sampler: Sampler) -> None:
     sampler.report(logits, rows, chosen)
 
 
-def _run(spec: StageSpec, model: StageModel, kv_caches: Sequence[LayerCache], step: PaddingStep) -> None:
+def _run(spec: StageSpec, model: StageModel, kv_caches: Sequence[LayerMemory], step: PaddingStep) -> None:
     device, num_tokens = torch.device(spec.device), len(step.positions)
     model.plan_attention(step.attention, 0)
     if spec.is_first:
@@ -140,7 +150,7 @@ def _run(spec: StageSpec, model: StageModel, kv_caches: Sequence[LayerCache], st
 def compile_ahead(
     spec: StageSpec,
     model: StageModel,
-    kv_caches: Sequence[LayerCache],
+    kv_caches: Sequence[LayerMemory],
     sampler: Sampler | None,
     sizes: Sequence[FullSize],
 ) -> None:
@@ -171,7 +181,7 @@ def compile_ahead(
 def _decode(
     spec: StageSpec,
     model: StageModel,
-    kv_caches: Sequence[LayerCache],
+    kv_caches: Sequence[LayerMemory],
     sampler: Sampler | None,
     size: FullSize,
 ) -> None:

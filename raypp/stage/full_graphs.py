@@ -24,8 +24,8 @@ import torch
 from raypp.graphs.debug import Watched, only, owned_tokens
 from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK, Int64s
-from raypp.ops.kv_cache import sides
 from raypp.ops.row_inputs import NewEntries
+from raypp.ops.row_state import moved_on, written_once
 from raypp.row_params import Needs
 from raypp.stage.draft_graphs import DraftGraphs
 from raypp.stage.request_rows import FedBack
@@ -331,10 +331,14 @@ class FullGraphs:
                 **{name: only(counts, view[:num_tokens]) for name, view in states.items()},
             }
 
-        layers, caches = self._layers, {"KV cache": sides(self._layers.kv_caches)}
+        layers, caches = self._layers, {"KV cache": written_once(self._layers.kv_caches)}
         return Watched(
             reads=({"output": self._output}, self._uploads, layers.block_tables, layers.item_rows, caches),
-            changes=({"input": self._input}, layers.next_inputs),
+            changes=(
+                {"input": self._input, "states": moved_on(layers.kv_caches)},
+                layers.next_inputs,
+                layers.checkpoints,
+            ),
             yields=yields,
         )
 

@@ -18,7 +18,7 @@ import torch
 
 from raypp.graphs.graph_manager import CudaGraphManager, graph_maker
 from raypp.messages import MaskUpdate, StepForm, StepPlan, Unrecorded
-from raypp.ops.kv_cache import LayerCache
+from raypp.ops.row_state import Checkpoints, LayerMemory
 from raypp.ops.row_tokens import RowTokens
 from raypp.row_params import Needs
 from raypp.stage.cpu_kv import open_cpu_kv
@@ -49,7 +49,7 @@ class Stage:
         self,
         spec: StageSpec,
         model: StageModel,
-        kv_caches: Sequence[LayerCache],
+        kv_caches: Sequence[LayerMemory],
         links: StageLinks,
         schemas: StageSchemas,
         tracer: Tracer,
@@ -111,7 +111,10 @@ class Stage:
             with torch.inference_mode():
                 warm_up(spec, model, kv_caches, sampler)
         compile_ahead(spec, model, kv_caches, sampler, wanted.full)
-        rows = (self._block_tables, self._next_inputs, self._item_rows, self.items)
+        self._checkpoints: Checkpoints | None = None
+        if None in spec.layer_groups:
+            self._checkpoints = Checkpoints(spec.max_num_seqs, spec.block_size, device)
+        rows = (self._block_tables, self._checkpoints, self._next_inputs, self._item_rows, self.items)
         self._layers = StepLayers(spec, model, kv_caches, *rows, self._graphs, wanted.piecewise)
         self._full: FullGraphs | None = None
         if wanted.full:
@@ -209,6 +212,8 @@ class Stage:
         """Take over rows that start, in every table but that of the next inputs: feedback of old owners comes first."""
         self._batches.note_started()
         self._block_tables.start(starting)
+        if self._checkpoints is not None:
+            self._checkpoints.start(starting.rows)
         if self._item_rows is not None:
             self._item_rows.start(starting)
         if self._known_tokens is not None:

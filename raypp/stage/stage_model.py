@@ -11,7 +11,7 @@ from raypp.graphs.cost import GraphCost, GraphMode
 from raypp.models.decoder import Deepstack
 from raypp.models.draft_head import DraftHead
 from raypp.ops.attention import AttentionBatch
-from raypp.ops.kv_cache import LayerCache
+from raypp.ops.row_state import LayerMemory
 
 
 class StageModel(Protocol):
@@ -47,7 +47,7 @@ class StageModel(Protocol):
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionBatch,
-        kv_caches: Sequence[LayerCache],
+        kv_caches: Sequence[LayerMemory],
         deepstack: Deepstack | None = None,
     ) -> torch.Tensor:
         """Return the residual stream after the stage's layers, [T, H].

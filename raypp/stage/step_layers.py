@@ -25,8 +25,8 @@ from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK, StepForm
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.host_to_device import to_device
-from raypp.ops.kv_cache import LayerCache, sides
 from raypp.ops.row_inputs import row_inputs
+from raypp.ops.row_state import Checkpoints, LayerMemory, moved_on, written_once
 from raypp.specdec.proposer import StepHidden
 from raypp.stage.first_steps import padding_step
 from raypp.stage.request_rows import BlockTables, NextInputs
@@ -95,7 +95,7 @@ class PiecewiseLayers:
         self,
         spec: StageSpec,
         model: StageModel,
-        kv_caches: Sequence[LayerCache],
+        kv_caches: Sequence[LayerMemory],
         graphs: CudaGraphManager,
         sizes: Sequence[int],
     ) -> None:
@@ -162,7 +162,11 @@ class PiecewiseLayers:
         )
         batch.adopt(step.attention)
         self._num_tokens = bucket
-        watched = Watched(reads=({"KV cache": sides(self._kv_caches)},), changes=(self,), yields=self._yields)
+        watched = Watched(
+            reads=({"KV cache": written_once(self._kv_caches)},),
+            changes=(self, {"states": moved_on(self._kv_caches)}),
+            yields=self._yields,
+        )
         program = partial(self._layers, bucket)
         self._graphs.record(PIECEWISE, (PIECEWISE, bucket), program, breakable=True, watched=watched)
 
@@ -186,6 +190,7 @@ class StepLayers:
         model: Its layers.
         kv_caches: Theirs.
         block_tables: Of all rows.
+        checkpoints: Of all rows; None: no layer of the stage has a state per row.
         next_inputs: On the first stage, where its tokens come from.
         item_rows: Of prompts with images; None: the model takes none.
         items: Their embeddings.
@@ -197,8 +202,9 @@ class StepLayers:
         self,
         spec: StageSpec,
         model: StageModel,
-        kv_caches: Sequence[LayerCache],
+        kv_caches: Sequence[LayerMemory],
         block_tables: BlockTables,
+        checkpoints: Checkpoints | None,
         next_inputs: NextInputs | None,
         item_rows: ItemRows | None,
         items: ItemStore,
@@ -211,6 +217,7 @@ class StepLayers:
         self._model = model
         self.kv_caches = kv_caches
         self.block_tables = block_tables
+        self.checkpoints = checkpoints
         self.next_inputs = next_inputs
         self.item_rows = item_rows
         self._items = items
@@ -274,6 +281,9 @@ class StepLayers:
             prefill_query_lens=batch.prefill_query_lens,
             prefill_seq_lens=prefill_seq_lens,
         )
+        if self.checkpoints is not None:
+            of_step = (batch.num_computed_tokens, batch.queries.query_start_loc, batch.num_decode_rows)
+            batch.attention.spans = self.checkpoints.spans(batch.rows, *of_step)
         self._model.plan_attention(batch.attention, ring_entry)
         return entering
 

@@ -13,7 +13,7 @@ from raypp.graphs.cost import GRAPH_MODES, GraphCost, GraphMode
 from raypp.models.config import ModelConfig
 from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
-from raypp.ops.kv_cache import LayerCache
+from raypp.ops.row_state import LayerMemory
 from raypp.stage.stage_spec import StageSpec
 
 
@@ -55,7 +55,7 @@ class FakeModel:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionBatch,
-        kv_caches: Sequence[LayerCache],
+        kv_caches: Sequence[LayerMemory],
         deepstack: Deepstack | None = None,
     ) -> torch.Tensor:
         """Return the residual stream unchanged, after the configured time."""

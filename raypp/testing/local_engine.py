@@ -26,7 +26,7 @@ from raypp.messages import Int32s, MaskUpdate, StepPlan, StepResult, pack, unpac
 from raypp.models.config import ModelConfig
 from raypp.models.registry import build_encoder
 from raypp.models.weights import open_weights
-from raypp.ops.kv_cache import LayerCache
+from raypp.ops.row_state import LayerMemory
 from raypp.plan.engine_plan import EnginePlan
 from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.request import Request, RequestUpdate
@@ -176,7 +176,7 @@ class LocalStage:
     """A stage, and what else there is of it."""
 
     stage: Stage
-    kv_caches: list[LayerCache]  # of its layers
+    kv_caches: list[LayerMemory]  # of its layers
 
 
 def build_local_stages(

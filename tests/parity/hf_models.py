@@ -21,7 +21,13 @@ FAMILIES = DENSE_FAMILIES + EXPERT_FAMILIES
 WINDOW_FAMILIES = ("mistral", "ministral")
 """Llama's layer with a window: in all layers, and in some."""
 
+STATE_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+"""Gated delta nets, and gated attention in some of the layers."""
+
 _ARCHITECTURES = {
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
+    "qwen3_next": "Qwen3Next",
     "qwen3": "Qwen3",
     "qwen2": "Qwen2",
     "llama": "Llama",
@@ -40,6 +46,9 @@ _WEIGHT_SCALES = {
     "mixtral": (0.12, 0.15, 0.18),
     "mistral": (0.12, 0.15, 0.18),
     "ministral": (0.12, 0.15, 0.18),
+    "qwen3_5": (0.15, 0.2, 0.25),
+    "qwen3_5_moe": (0.1, 0.12, 0.15),
+    "qwen3_next": (0.1, 0.12, 0.15),
 }
 _EXPERTS = ((3, 2), (5, 1), (60, 6), (4, 4), (5, 3))  # there are, and by token
 # Writing and reading these files takes milliseconds.
@@ -61,12 +70,13 @@ def make_checkpoint(family: str, seed: int, directory: Path, *, min_layers: int 
     Weights are large enough, norms and biases random enough, that greedy continuations vary and near-ties are rare.
     """
     name = _ARCHITECTURES[family]
-    config_class, model_class = (getattr(transformers, name + end) for end in ("Config", "ForCausalLM"))
+    of_config = "TextConfig" if family.startswith("qwen3_5") else "Config"
+    config_class, model_class = (getattr(transformers, name + end) for end in (of_config, "ForCausalLM"))
     choices = _configuration(family, seed, min_layers)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = model_class(config_class(**choices))
-        _randomize(model)
+        _randomize(model, adds_one=family in STATE_FAMILIES)
     # Most are float32: rounding to 16 bits makes equal logits likelier.
     dtype = (torch.float32, torch.bfloat16, torch.float32, torch.float16)[seed % 4]
     model.to(dtype).save_pretrained(directory, max_shard_size="60KB" if seed % 3 == 1 else "5GB")
@@ -104,11 +114,22 @@ def _configuration(family: str, seed: int, min_layers: int) -> dict[str, Any]:
         choices |= {"attention_bias": seed % 3 == 2}
     if family in EXPERT_FAMILIES:
         choices |= _experts(family, seed)
+    if family in STATE_FAMILIES:
+        choices |= _states(family, seed, choices["num_hidden_layers"])
     if family == "ministral":
         kinds = ("sliding_attention", "full_attention")
         choices |= {"layer_types": [kinds[index % 3 == seed % 3] for index in range(choices["num_hidden_layers"])]}
     if family == "llama":
         choices |= {"mlp_bias": seed % 5 == 2}
+    if family in STATE_FAMILIES:
+        theta = choices.pop("rope_theta")
+        return choices | {
+            "rope_parameters": {
+                "rope_theta": theta,
+                "rope_type": "default",
+                "partial_rotary_factor": (0.25, 0.5)[seed % 2],
+            }
+        }
     rope = {"rope_theta": choices.pop("rope_theta"), "rope_type": "default"}
     if (family == "llama" and seed % 2 == 0) or seed % 7 == 3:
         rope |= _LLAMA3_ROPE
@@ -119,6 +140,33 @@ def _configuration(family: str, seed: int, min_layers: int) -> dict[str, Any]:
     elif seed % 7 == 6:
         rope |= {"rope_type": "dynamic", "factor": 4.0}
     return choices | {"rope_parameters": rope}
+
+
+def _states(family: str, seed: int, num_layers: int) -> dict[str, Any]:
+    """Return sizes of gated delta nets: odd ones, and several value heads for each key head."""
+    rng = random.Random(f"{family}-states-{seed}")
+    num_k_heads = rng.choice((1, 2, 3))
+    kinds = ["linear_attention"] * num_layers
+    for index in {seed % num_layers, num_layers - 1 - seed % 2}:
+        kinds[index] = "full_attention"
+    sizes: dict[str, Any] = {
+        "layer_types": kinds,
+        "linear_num_key_heads": num_k_heads,
+        "linear_num_value_heads": num_k_heads * rng.choice((1, 2, 3)),
+        "linear_key_head_dim": rng.choice((8, 12, 16)),
+        "linear_value_head_dim": rng.choice((8, 12, 20)),
+        "linear_conv_kernel_dim": rng.choice((2, 3, 4)),
+        "head_dim": rng.choice((16, 24, 32)),
+    }
+    if family != "qwen3_5":
+        num_experts, num_chosen = _EXPERTS[seed % 5]
+        sizes |= {
+            "num_experts": num_experts,
+            "num_experts_per_tok": num_chosen,
+            "moe_intermediate_size": (24, 40)[seed % 2],
+            "shared_expert_intermediate_size": (40, 16)[seed % 2],
+        }
+    return sizes
 
 
 def _experts(family: str, seed: int) -> dict[str, Any]:
@@ -136,11 +184,14 @@ def _experts(family: str, seed: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _randomize(model: Any) -> None:
+def _randomize(model: Any, *, adds_one: bool = False) -> None:
     """Make visible what initialization hides: norms are not one, biases not zero."""
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
-            parameter.copy_(1.0 + 0.3 * torch.randn_like(parameter))
+            around = 0.0 if adds_one and not name.endswith("linear_attn.norm.weight") else 1.0
+            parameter.copy_(around + 0.3 * torch.randn_like(parameter))
+        elif name.endswith("conv1d.weight"):
+            parameter.copy_(0.4 * torch.randn_like(parameter))
         elif name.endswith("bias"):
             parameter.copy_(0.1 * torch.randn_like(parameter))
 
@@ -150,11 +201,13 @@ def _write_published_form(file: Path) -> None:
     values = json.loads(file.read_text())
     rope = values.pop("rope_parameters")
     values["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        values["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     values["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     values["torch_dtype"] = values.pop("dtype")
-    if "sliding_attention" not in values.get("layer_types", ()):
+    if set(values.get("layer_types", ())) <= {"full_attention"}:
         values.pop("layer_types", None)
-    if "moe_intermediate_size" in values:
+    if "moe_intermediate_size" in values and "num_local_experts" in values:
         values["num_experts"] = values.pop("num_local_experts")
     file.write_text(json.dumps(values, indent=2))
 

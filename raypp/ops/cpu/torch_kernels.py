@@ -22,8 +22,10 @@ from raypp.ops.backend import (
     choose_experts,
 )
 from raypp.ops.break_point import break_point
+from raypp.ops.cpu.gated_delta import TorchGatedDelta
 from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.kv_cache import LayerCache, as_cached, cache_rows, write_kv_cache
+from raypp.ops.row_state import DeltaHeads
 from raypp.ops.weight import Weight, linear_in_float32
 
 
@@ -129,6 +131,9 @@ class TorchKernels:
     def attention(self, heads: Heads) -> TorchAttention:
         return TorchAttention(heads)
 
+    def gated_delta(self, heads: DeltaHeads) -> TorchGatedDelta:
+        return TorchGatedDelta(heads)
+
     def rotation(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float = 1.0) -> Rotation:
         """Return the step's rotation, in the precision of the activations."""
         return rotation(positions, inverse_frequencies, self._dtype, scale)
@@ -166,13 +171,26 @@ class TorchAttention:
         batch: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        gates = None
+        if self._heads.has_gate:
+            qkv, gates = self._without_gates(qkv)
         q, k, v = self._make_heads(qkv, rope)
-        return _attend(q, k, v, cache, batch, self._heads, out)
+        out = _attend(q, k, v, cache, batch, self._heads, out)
+        return out if gates is None else out.mul_(torch.sigmoid(gates))
 
     def append(self, qkv: torch.Tensor, rope: Rotation, cache: LayerCache, slot_mapping: torch.Tensor) -> None:
+        if self._heads.has_gate:
+            qkv, _ = self._without_gates(qkv)
         _, k, v = self._make_heads(qkv, rope)
         k, v = as_cached(k, cache.keys, self._heads.k_scale), as_cached(v, cache.values, self._heads.v_scale)
         write_kv_cache(cache, k, v, cache_rows(cache, slot_mapping))
+
+    def _without_gates(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values, and the queries' gates [T, Hq * Dk]."""
+        num_heads, head_dim = self._heads.num_heads, self._heads.head_dim
+        width = 2 * num_heads * head_dim
+        queries, gates = qkv[:, :width].unflatten(1, (num_heads, 2, head_dim)).unbind(2)
+        return torch.cat((queries.flatten(1), qkv[:, width:]), 1), gates.flatten(1)
 
     def _make_heads(self, qkv: torch.Tensor, rope: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries and keys, normalized and rotated, and values, each [T, heads, D]."""
@@ -184,7 +202,12 @@ class TorchAttention:
             v = v.unflatten(1, (-1, self._heads.value_dim))
         if self._norm is not None:
             qk = self._norm(qk)
-        q, k = apply_rotary(qk, rope).split_with_sizes(self._head_split, 1)
+        rotary_dim = self._heads.rotary_dim
+        if rotary_dim is None or rotary_dim == self._heads.head_dim:
+            rotated = apply_rotary(qk, rope)
+        else:
+            rotated = torch.cat((apply_rotary(qk[..., :rotary_dim], rope), qk[..., rotary_dim:]), -1)
+        q, k = rotated.split_with_sizes(self._head_split, 1)
         return q, k, v
 
 
