@@ -75,7 +75,7 @@ class DraftHead:
         self._kernels = kernels = kernels.in_8_bits() if config.has_8_bit_weights else kernels
         self._choice = choice
         layer, hidden = config.layer, config.layer.hidden_size
-        self.qkv_size = sum(layer.attention[0].row_sizes)
+        self.qkv_size = sum(layer.attending[0].row_sizes)
         self._embedding = (
             weights.tensor("embed_tokens.weight", config.target_vocab_size, hidden)
             if config.has_embedding
@@ -91,7 +91,7 @@ class DraftHead:
         self._mlp = GatedMLP(layer, below, kernels)
         self._logits = self._read_lm_head(weights)
         self._draft_to_target = _draft_to_target(config, weights) if config.maps_vocabulary else None
-        head_dim, self._rope = layer.attention[0].rotation
+        head_dim, self._rope = layer.attending[0].rotation
         self._inverse_frequencies = inverse_frequencies(head_dim, self._rope).to(weights.device)
 
     def _read_entry(self, weights: WeightReader, attention: AttentionWeights) -> None:

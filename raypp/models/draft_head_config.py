@@ -95,7 +95,7 @@ class DraftHeadConfig:
     def _step_products(self) -> tuple[_Product, ...]:
         """The weights that every draft reads, if the head has them: of the layer, and the LM head."""
         layer = self.layer
-        hidden, attention = layer.hidden_size, layer.attention[0]
+        hidden, attention = layer.hidden_size, layer.attending[0]
         return (
             _Product(sum(attention.row_sizes), self.attention_inputs),
             _Product(hidden, attention.output_size),
@@ -286,7 +286,7 @@ def _check_fits(
         raise fields.error(
             "hidden_size", hidden, f"{target.hidden_size}, the target's: the head uses its embedding or LM head"
         )
-    attention = config.layer.attention[0]
+    attention = config.layer.attending[0]
     if attention.num_heads % attention.num_kv_heads:
         raise fields.error("num_key_value_heads", attention.num_kv_heads, f"a divisor of {attention.num_heads}")
     if config.layer.vocab_size != target.vocab_size and not (config.maps_vocabulary and config.has_lm_head):

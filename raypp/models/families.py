@@ -90,8 +90,8 @@ _QWEN3_5 = Family(
     full_attention_interval=4,
     left=("mtp.",),
 )
+_QWEN3_5_BESIDE_TOWER = replace(_QWEN3_5, weight_prefix="model.language_model.", left=("mtp.", "model.visual."))
 _QWEN3_5_EXPERTS = ExpertFamily(shared="shared_expert_intermediate_size")
-_BESIDE_TOWER = {"weight_prefix": "model.language_model.", "left": ("mtp.", "model.visual.")}
 
 
 FAMILIES = {
@@ -162,8 +162,8 @@ FAMILIES = {
     ),
     # Qwen3.5, 3.6 and 3.8, by itself and beside its vision tower, which is left.
     "Qwen3_5ForCausalLM": _QWEN3_5,
-    "Qwen3_5ForConditionalGeneration": replace(_QWEN3_5, **_BESIDE_TOWER),
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5_BESIDE_TOWER,
     "Qwen3_5MoeForCausalLM": replace(_QWEN3_5, experts=_QWEN3_5_EXPERTS),
-    "Qwen3_5MoeForConditionalGeneration": replace(_QWEN3_5, experts=_QWEN3_5_EXPERTS, **_BESIDE_TOWER),
+    "Qwen3_5MoeForConditionalGeneration": replace(_QWEN3_5_BESIDE_TOWER, experts=_QWEN3_5_EXPERTS),
 }
 """By the name of the architecture in config.json."""

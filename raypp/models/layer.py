@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ from raypp.models.weights import Index, WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Rotation
 from raypp.ops.backend import KernelSet, Routing
 from raypp.ops.kv_cache import LayerCache
-from raypp.ops.row_state import DeltaHeads, LayerMemory, LayerState
+from raypp.ops.row_state import DeltaHeads, LayerState
 from raypp.ops.weight import Weight
 
 _FUSED_BLOCK = "mlp."
@@ -111,20 +111,11 @@ def read_gated_delta(config: ModelConfig, delta: GatedDeltaConfig, weights: Weig
     return DeltaHeads(shape, conv.squeeze(1), a_log, dt_bias, norm_weight, config.rms_norm_eps)
 
 
-class Mixer(Protocol):
-    """How a layer gathers what it needs of the tokens before: what lies between its norm and its output projection."""
-
-    def project(self, hidden: torch.Tensor) -> Any:
-        """Return what `attend` takes, of the residual stream [T, H]."""
-
-    def attend(
-        self, projected: Any, rope: Rotation | None, cache: Any, batch: AttentionBatch, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the output, [T, width], in `out` if that is given; write what the layer keeps. A break point."""
-
-
 class AttentionMixer:
-    """Attention over a KV cache. The arguments are those of `TransformerLayer`, and the layer's norm."""
+    """How a layer gathers what it needs of the tokens before: attention over a KV cache.
+
+    The arguments are those of `TransformerLayer`, and the layer's norm.
+    """
 
     def __init__(
         self, config: ModelConfig, index: int, weights: WeightReader, kernels: KernelSet, norm: torch.Tensor
@@ -147,7 +138,7 @@ class AttentionMixer:
 
 
 class GatedDeltaMixer:
-    """A gated delta net over a state per row. The arguments are those of `AttentionMixer`.
+    """The same by a gated delta net over a state per row. The arguments are those of `AttentionMixer`.
 
     Its two numbers per head are a product of their own: checkpoints of few bits keep it in 16.
     """
@@ -223,7 +214,8 @@ class TransformerLayer:
     def __init__(self, config: ModelConfig, index: int, weights: WeightReader, kernels: KernelSet) -> None:
         norm = read_norm(config, weights, "input_layernorm.weight", config.hidden_size)
         attends = isinstance(config.attention[index], AttentionConfig)
-        self._mixer = (AttentionMixer if attends else GatedDeltaMixer)(config, index, weights, kernels, norm)
+        make = AttentionMixer if attends else GatedDeltaMixer
+        self._mixer: AttentionMixer | GatedDeltaMixer = make(config, index, weights, kernels, norm)
         self.has_experts, self.output_size = config.experts_of(index) is not None, config.attention[index].output_size
         mlp = SparseMLP if self.has_experts else GatedMLP
         self._mlp = mlp(config, weights, kernels)
@@ -235,7 +227,7 @@ class TransformerLayer:
         self,
         projected: Any,
         rope: Rotation | None,
-        cache: LayerMemory,
+        cache: Any,
         attention: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -312,7 +304,8 @@ def axis_frequencies(head_dim: int, config: RopeConfig) -> torch.Tensor | None:
 class SparseMLP:
     """hidden + the weighted sum of the gated MLPs that a token's router chooses, all of norm(hidden).
 
-    Some models add an MLP for all tokens, times the sigmoid of a product with one row. Checkpoints store experts one by one, or all in one tensor (`FusedExperts`).
+    Some models add an MLP for all tokens, times the sigmoid of a product with one row. Checkpoints store experts one by
+    one, or all in one tensor (`FusedExperts`).
 
     Args:
         config: The model's, which has experts.

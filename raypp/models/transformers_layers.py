@@ -31,6 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from raypp.models.attention_config import AttentionConfig
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Rotation
 from raypp.ops.backend import SILU, Attention, ExpertWeights, Gate, KernelSet, Projection
+from raypp.ops.kv_cache import LayerCache
 from raypp.ops.row_state import LayerMemory
 from raypp.ops.weight import Weight, stacked_weights
 
@@ -157,7 +158,9 @@ class LayerAttention:
             qkv = torch.cat([each[0].transpose(0, 1).flatten(1) for each in (query, key, value)], -1)
         out = None if step.batch.padded_out is None else step.batch.padded_out[config.output_size]
         rope = step.rotation(self._unrotated if rotation is None else rotation[0], partial(self._rope, rotation))
-        attended = self._attention(qkv, rope, step.caches[self._place], step.batch, out)
+        cache = step.caches[self._place]
+        assert isinstance(cache, LayerCache)
+        attended = self._attention(qkv, rope, cache, step.batch, out)
         return attended.view(1, num_tokens, config.num_heads, config.v_dim)
 
     def leave_heads(self) -> None:

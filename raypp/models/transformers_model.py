@@ -205,7 +205,7 @@ class TransformersModel:
         layers = layers_of(model)
         for index, layer in enumerate(layers):
             if index in self._own:
-                attention = config.attention[index]
+                attention = config.attending[index]
                 group = config.windows.index(attention.window)
                 made = LayerAttention(self._step, index - start_layer, attention, group, kernels)
                 attend_at(layer, made)

@@ -60,6 +60,11 @@ class Heads:
             object.__setattr__(self, "scale", float(self.head_dim**-0.5))
 
     @cached_property
+    def is_plain(self) -> bool:
+        """Whether all of a head is rotated, and none has a gate."""
+        return not self.has_gate and self.rotary_dim in (None, self.head_dim)
+
+    @cached_property
     def value_dim(self) -> int:
         """Dv."""
         return self.head_dim if self.v_dim is None else self.v_dim

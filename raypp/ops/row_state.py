@@ -59,6 +59,7 @@ class RowSpans:
     rows: torch.Tensor  # [R] int64, of the tables
     starts: torch.Tensor  # [R] int32, the first position that the step computes
     query_start_loc: torch.Tensor  # [R + 1] int32, where each row's tokens begin in the step
+    token_rows: torch.Tensor  # [T] int64, each token's index into `rows`
     held: torch.Tensor  # [R] int32, the tokens that the checkpoint covers before the step
     kept: torch.Tensor  # [R] int32, and after it
 
@@ -82,16 +83,21 @@ class Checkpoints:
         self.positions.index_fill_(0, rows, 0)
 
     def spans(
-        self, rows: torch.Tensor, starts: torch.Tensor, query_start_loc: torch.Tensor, num_decode_rows: int
+        self,
+        rows: torch.Tensor,
+        starts: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        token_rows: torch.Tensor,
+        num_decode_rows: int,
     ) -> RowSpans:
         """Return what a step of these rows computes, and note where it leaves their checkpoints.
 
-        Waits for nothing; graphs can hold it. Shapes: rows [R] int64; starts [R] int32; query_start_loc [R + 1] int32.
+        Waits for nothing; graphs can hold it. Shapes: as in `RowSpans`.
         """
         held = self.positions.index_select(0, rows)
         kept = moved(starts, query_start_loc, num_decode_rows, self._block_size)
         self.positions.index_copy_(0, rows, kept)
-        return RowSpans(rows, starts, query_start_loc, held, kept)
+        return RowSpans(rows, starts, query_start_loc, token_rows, held, kept)
 
 
 def moved(starts: torch.Tensor, query_start_loc: torch.Tensor, num_decode_rows: int, block_size: int) -> torch.Tensor:

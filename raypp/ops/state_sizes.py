@@ -49,6 +49,8 @@ def ring_entries(block_size: int, max_drafts: int) -> int:
 
 
 def conv_entries(kernel_size: int, max_drafts: int) -> int:
-    """Return the tokens whose inputs of the convolution a row keeps: those that the first token of a step sees, and
-    the K + 1 that the step writes."""
+    """Return the tokens whose inputs of the convolution a row keeps.
+
+    Those that the first token of a step sees, and the K + 1 that the step writes.
+    """
     return kernel_size + max_drafts

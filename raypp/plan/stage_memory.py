@@ -103,7 +103,8 @@ class BlockMix:
 
         def taken(num_blocks: int) -> int:
             states = (self.rows(num_blocks) + NUM_PADDING_ROWS) * row_bytes
-            return sum(map(mul, self.of(num_blocks), block_bytes)) + states
+            blocks: int = sum(map(mul, self.of(num_blocks), block_bytes))
+            return blocks + states
 
         low, high = 0, 1
         while taken(high) <= num_bytes:

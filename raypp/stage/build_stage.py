@@ -102,7 +102,7 @@ def _build_draft_head(spec: StageSpec, head: DraftHeadSpec, config: ModelConfig,
     """Return the head on the last stage, with its weights. It computes with kernels of its own if its heads differ."""
     dtype, device, layer = getattr(torch, spec.dtype), torch.device(spec.device), head.config.layer
     kernels = model.kernels
-    if any(each.cache != layer.attention[0].cache for each in config.attending):
+    if any(each.cache != layer.attending[0].cache for each in config.attending):
         kernels = choose_kernels(device, dtype, block_size=spec.block_size, kv_dtype=getattr(torch, spec.kv_dtype))
     source: WeightSource = open_weights(spec.load_format, head.path, spec.seed, device)
     if spec.load_format != "dummy" and not has_safetensors(Path(head.path)):

@@ -19,8 +19,8 @@ import torch
 from raypp.errors import ResourceError
 from raypp.messages import NULL_BLOCK
 from raypp.ops.attention import AttentionBatch
-from raypp.ops.row_state import LayerMemory, RowSpans, moved
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
+from raypp.ops.row_state import LayerMemory, RowSpans, moved
 from raypp.ops.row_tokens import StepTokens
 from raypp.row_params import Needs
 from raypp.stage.stage_model import StageModel
@@ -61,6 +61,7 @@ def padding_step(
         rows=torch.full((len(lens),), spec.padding_row, dtype=torch.int64, device=device),
         starts=nothing,
         query_start_loc=begins,
+        token_rows=torch.repeat_interleave(torch.tensor(lens)).to(device),
         held=nothing,
         kept=moved(nothing, begins, num_decode_rows, spec.block_size),
     )

@@ -166,7 +166,7 @@ def _head_kv_cache(spec: StageSpec, head: DraftHead | None, device: torch.device
         )
     layer = head.config.layer
     dtype: torch.dtype = getattr(torch, spec.kv_dtype)
-    cache = layer.attention[0].cache
+    cache = layer.attending[0].cache
     sizes = (cache.num_kv_heads, cache.k_dim, cache.v_dim)
     return allocate_layer_cache(spec.groups[0].num_blocks, spec.block_size, *sizes, dtype, device)
 

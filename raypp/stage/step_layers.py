@@ -282,8 +282,9 @@ class StepLayers:
             prefill_seq_lens=prefill_seq_lens,
         )
         if self.checkpoints is not None:
-            of_step = (batch.num_computed_tokens, batch.queries.query_start_loc, batch.num_decode_rows)
-            batch.attention.spans = self.checkpoints.spans(batch.rows, *of_step)
+            starts, begins = batch.num_computed_tokens, batch.queries.query_start_loc
+            of_step = (batch.rows, starts, begins, batch.token_rows, batch.num_decode_rows)
+            batch.attention.spans = self.checkpoints.spans(*of_step)
         self._model.plan_attention(batch.attention, ring_entry)
         return entering
 

@@ -21,6 +21,7 @@ from raypp.ops import vision
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
 from raypp.ops.backend import ExpertWeights, Gate, KernelSet, Routing, choose_experts
 from raypp.ops.block_store import Planes, TorchBlockMover
+from raypp.ops.cpu.gated_delta import TorchGatedDelta
 from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.cuda import between_products
 from raypp.ops.cuda.adjust_kernel import LogitAdjuster, remember
@@ -29,7 +30,8 @@ from raypp.ops.cuda.block_kernels import KernelBlockMover
 from raypp.ops.cuda.cuda_kernels import CudaKernels
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.experts import ExpertCut, ExpertShape, choose_cut
-from raypp.ops.cuda.heads import append_heads, gather_heads, rotate_qk_, rotation_table
+from raypp.ops.cuda.gated_delta import CudaGatedDelta, ScanPlan, plan_scan
+from raypp.ops.cuda.heads import append_heads, gate_heads_, gather_heads, rotate_qk_, rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.product_tuning import MAX_ROWS, MAX_ROWS_IN_8_BITS, input_type_in_8_bits
@@ -39,12 +41,14 @@ from raypp.ops.cuda.row_inputs_kernel import row_inputs as row_inputs_kernel
 from raypp.ops.cuda.token_quantization import TokenNorm, quantize_tokens
 from raypp.ops.kv_cache import FP8, LayerCache, sides
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
+from raypp.ops.row_state import Checkpoints, DeltaHeads, LayerState, allocate_layer_state
 from raypp.ops.row_tokens import NO_TOKEN, RowTokens, StepTokens
 from raypp.ops.sample.adjust import adjusted
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
 from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Adjustments, PositionMasks, RowTables, Widths
 from raypp.ops.sample.token_choice import mask_truncated, sample, sample_greedy, top_logprobs
 from raypp.ops.sample.token_history import TokenHistory
+from raypp.ops.state_sizes import RowState
 from raypp.ops.weight import FP4, Weight, WeightKind, quantize_rows
 from raypp.row_params import Needs
 from raypp.specdec.table_bytes import row_tokens_width
@@ -217,17 +221,21 @@ def check_heads(
     has_norm: bool,
     scales: Scales | None = None,
     v_dim: int | None = None,
+    rotary_dim: int | None = None,
+    has_gate: bool = False,
 ) -> None:
     """Norm, rotation and append, at positions up to 100,000; with scales to a cache in 8 bits."""
     kernels = Kernels(dtype, seed=num_tokens)
     norm = HeadNorm(kernels.normal(head_dim), kernels.normal(head_dim), 1e-6) if has_norm else None
-    heads = made_heads(num_heads, num_kv_heads, head_dim, norm, scales, v_dim=v_dim)
+    others = {"rotary_dim": rotary_dim, "has_gate": has_gate}
+    heads = made_heads(num_heads, num_kv_heads, head_dim, norm, scales, v_dim=v_dim, **others)
     block_size, num_blocks = 16, 1 + num_tokens
     qkv = kernels.normal(num_tokens, qkv_width(heads))
     positions = torch.tensor([kernels.rng.choice((0, 1, 77, 4095, 100_000)) for _ in range(num_tokens)], device=DEVICE)
     slots = kernels.rng.sample(range(block_size, num_blocks * block_size), num_tokens)
     slot_mapping = torch.tensor(slots, dtype=torch.int64, device=DEVICE)
-    frequencies = (1.0 / 10000.0 ** (torch.arange(0, head_dim, 2) / head_dim)).to(DEVICE)
+    rotated = rotary_dim or head_dim
+    frequencies = (1.0 / 10000.0 ** (torch.arange(0, rotated, 2) / rotated)).to(DEVICE)
     cache = normal_cache(kernels, num_blocks, block_size, heads)
     cache = cache if scales is None else of_sides(to_fp8, cache)
     expected_cache = of_sides(torch.clone, as_read(cache, scales))
@@ -237,10 +245,75 @@ def check_heads(
     scale = 8 if positions.max() > 10_000 else 4  # sines of large angles differ by more than a rounding
     kernels.assert_close(got, expected, scale)
     assert_cached(kernels, cache, expected_cache, scales)
+    if has_gate:
+        gates = qkv[:, : 2 * num_heads * head_dim].unflatten(1, (num_heads, 2, head_dim))[:, :, 1]
+        gated = (got.float() * torch.sigmoid(gates.float())).to(dtype)
+        gate_heads_(got, qkv, kernels.device)
+        kernels.assert_close(got, gated)
 
 
 def qkv_width(heads: Heads) -> int:
-    return (heads.num_heads + heads.num_kv_heads) * heads.head_dim + heads.num_kv_heads * heads.value_dim
+    queries = heads.num_heads * heads.head_dim * (1 + heads.has_gate)
+    return queries + heads.num_kv_heads * (heads.head_dim + heads.value_dim)
+
+
+def check_gated_delta(
+    dtype: torch.dtype, shape: RowState, block_size: int, max_drafts: int, *, num_steps: int = 12, most_tokens: int = 40
+) -> None:
+    """Steps of decode rows, of which drafts are rejected, and of chunks of prompts, over memory that others left."""
+    kernels = Kernels(dtype, seed=block_size + max_drafts)
+    rng, num_rows = kernels.rng, 4
+    heads = DeltaHeads(
+        shape,
+        kernels.normal(shape.conv_dim, shape.kernel_size, scale=0.5),
+        kernels.normal(shape.num_v_heads).float(),
+        kernels.normal(shape.num_v_heads).float(),
+        kernels.normal(shape.v_dim),
+        1e-6,
+    )
+    delta = CudaGatedDelta(heads, block_size=block_size, max_query_len=1 + max_drafts, device=kernels.device)
+    sizes = (shape, num_rows, block_size, max_drafts, dtype, DEVICE)
+    left = [kernels.normal(*part.shape).to(part.dtype) for part in allocate_layer_state(*sizes)]
+    got_state, expected_state = (LayerState(*(part.clone() for part in left)) for _ in range(2))
+    twin, checkpoints = TorchGatedDelta(heads), Checkpoints(num_rows, block_size, DEVICE)
+    known, prompts, lates = (
+        [0] * num_rows,
+        [rng.randint(1, 3 * most_tokens) for _ in range(num_rows)],
+        [True] * num_rows,
+    )
+    for _ in range(num_steps):
+        chosen = [row for row in range(num_rows) if rng.random() < 0.7] or [0]
+        decoding = [row for row in chosen if known[row] >= prompts[row]]
+        reading = [row for row in chosen if known[row] < prompts[row]]
+        query_len = rng.randint(1, 1 + max_drafts)
+        for row in decoding:
+            lates[row] = lates[row] and known[row] == prompts[row] and rng.random() < 0.5
+        starts = [known[row] - lates[row] for row in decoding] + [known[row] for row in reading]
+        chunks = [rng.randint(1, min(most_tokens, prompts[row] - known[row])) for row in reading]
+        counts = [query_len] * len(decoding) + chunks
+        begins = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=DEVICE)
+        if new := [row for row in reading if not known[row]]:
+            checkpoints.start(torch.tensor(new, device=DEVICE))
+        rows = torch.tensor(decoding + reading, device=DEVICE)
+        starts_there = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+        token_rows = torch.repeat_interleave(torch.tensor(counts)).to(DEVICE)
+        spans = checkpoints.spans(rows, starts_there, begins, token_rows, len(decoding))
+        ends = [start + count for start, count in zip(starts, counts, strict=True)][len(decoding) :]
+        batch = AttentionBatch(len(decoding), query_len, begins, [], [], chunks, ends, spans=spans)
+        batch.plans[ScanPlan] = plan_scan(batch, block_size, DEVICE)
+        num_tokens = sum(counts)
+        width = shape.conv_dim + shape.num_v_heads * shape.v_dim
+        projected = kernels.normal(num_tokens + 2, width), kernels.normal(num_tokens + 2, 2 * shape.num_v_heads)
+        got, expected = delta(projected, got_state, batch), twin(projected, expected_state, batch)
+        kernels.assert_close(got[:num_tokens], expected[:num_tokens], 8)
+        for got_part, expected_part in zip(got_state, expected_state, strict=True):
+            counts_there = rows if got_part is not got_state.states else rows[spans.kept > 0]
+            of_rows = (part.index_select(0, counts_there).float() for part in (got_part, expected_part))
+            kernels.assert_close(*of_rows, 8)
+        for row, start in zip(decoding, starts, strict=False):
+            known[row] = max(known[row], start + rng.randint(0, query_len))
+        for row, count in zip(reading, chunks, strict=True):
+            known[row] += count
 
 
 def normal_cache(kernels: Kernels, num_blocks: int, block_size: int, heads: Heads) -> LayerCache:

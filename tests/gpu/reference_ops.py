@@ -123,6 +123,10 @@ def append_heads(
     Shapes: qkv [T, (Hq + Hk) * Dk + Hk * Dv]; positions, slot_mapping [T]. Computed in float32, rounded once.
     """
     num_heads, num_kv_heads, dtype = heads.num_heads, heads.num_kv_heads, qkv.dtype
+    if heads.has_gate:
+        width = 2 * num_heads * heads.head_dim
+        queries = qkv[:, :width].unflatten(1, (num_heads, 2, heads.head_dim))[:, :, 0]
+        qkv = torch.cat((queries.flatten(1), qkv[:, width:]), 1)
     widths = num_heads * heads.head_dim, num_kv_heads * heads.head_dim, num_kv_heads * heads.value_dim
     counts = num_heads, num_kv_heads, num_kv_heads
     parts = zip(qkv.float().split_with_sizes(widths, 1), counts, strict=True)
@@ -130,7 +134,11 @@ def append_heads(
     if heads.norm is not None:
         q = rms_norm(q, heads.norm.q_weight, heads.norm.eps)
         k = rms_norm(k, heads.norm.k_weight, heads.norm.eps)
-    q, k = (apply_rotary(x, positions, inverse_frequencies).to(dtype) for x in (q, k))
+    rotated = heads.rotary_dim or heads.head_dim
+    q, k = (
+        torch.cat((apply_rotary(x[..., :rotated], positions, inverse_frequencies), x[..., rotated:]), -1).to(dtype)
+        for x in (q, k)
+    )
     block_size = cache.keys.shape[2]
     for token, slot in enumerate(slot_mapping.tolist()):
         cache.keys[slot // block_size, :, slot % block_size] = k[token]

@@ -8,6 +8,7 @@ Everything is computed in float32, or float64 if states are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,14 @@ _PIECE = 64
 """Tokens of a triangular system, as fla-core has them: its size grows with their square."""
 _NORM_EPS = 1e-6
 """Of the length of queries and keys; transformers 5.17 has it in `l2norm`."""
+
+
+class Inputs(NamedTuple):
+    """What the projections gave of rows with n tokens each."""
+
+    mixed: torch.Tensor  # [R, n, C], of the convolution
+    log_decays: torch.Tensor  # [R, n, Hv]
+    betas: torch.Tensor  # [R, n, Hv]
 
 
 class Entries(NamedTuple):
@@ -78,17 +87,15 @@ def _run(
     outputs = out.new_empty(num_tokens, shape.num_v_heads, shape.v_dim)
     if num_decode:
         count = num_decode * query_len
-        of_rows = [x[:count].unflatten(0, (num_decode, query_len)) for x in (mixed, log_decays, betas)]
-        outputs[:count] = _decode(*of_rows, heads, state, spans, num_decode).flatten(0, 1)
+        inputs = Inputs(*(x[:count].unflatten(0, (num_decode, query_len)) for x in (mixed, log_decays, betas)))
+        outputs[:count] = _decode(inputs, heads, state, spans).flatten(0, 1)
     begin = num_decode * query_len
     for index, (length, end) in enumerate(
         zip(batch.prefill_query_lens, batch.prefill_seq_lens, strict=True), num_decode
     ):
         part = slice(begin, begin + length)
-        row, held = int(spans.rows[index]), int(spans.held[index])
-        outputs[part] = _prefill(
-            mixed[part], log_decays[part], betas[part], heads, state, row, held, end - length, int(spans.kept[index])
-        )
+        inputs = Inputs(*(x[None, part] for x in (mixed, log_decays, betas)))
+        outputs[part] = _prefill(inputs, heads, state, spans, index, end - length)
         begin += length
     gates = gates.unflatten(1, (shape.num_v_heads, shape.v_dim))
     normed = F.rms_norm(outputs.to(numbers.dtype), (shape.v_dim,), heads.norm_weight.to(numbers.dtype), heads.eps)
@@ -101,73 +108,93 @@ def _gates(numbers: torch.Tensor, heads: DeltaHeads) -> tuple[torch.Tensor, torc
     return torch.sigmoid(b), -heads.a_log.to(a.dtype).exp() * F.softplus(a + heads.dt_bias)
 
 
-def _decode(
-    mixed: torch.Tensor,
-    log_decays: torch.Tensor,
-    betas: torch.Tensor,
-    heads: DeltaHeads,
-    layer: LayerState,
-    spans: RowSpans,
-    num_rows: int,
-) -> torch.Tensor:
-    """Return the outputs of decode rows, [R, n, Hv, Dv]. Shapes: mixed [R, n, C]; the others [R, n, Hv]."""
+def _decode(inputs: Inputs, heads: DeltaHeads, layer: LayerState, spans: RowSpans) -> torch.Tensor:
+    """Return the outputs of decode rows, [R, n, Hv, Dv]."""
+    num_rows, num_new = inputs.mixed.shape[:2]
     rows, starts, kept = spans.rows[:num_rows], spans.starts[:num_rows].long(), spans.kept[:num_rows].long()
-    num_new, dtype = mixed.shape[1], log_decays.dtype
     _move_checkpoints(layer, heads, spans, num_rows)
-    new = torch.arange(num_new, device=rows.device)
-    positions = starts[:, None] + new
-    convolved = _convolve(_with_past(mixed, layer, heads, rows, starts), heads, num_new)
-    _write(layer.inputs, rows, positions, mixed)
-    tokens = _tokens(convolved, log_decays, betas, heads)
-    num_before = int((starts - kept).max())
-    before = _read(layer, heads, rows, kept, starts, num_before)
-    outputs, entries = _recur(_states(layer, rows, kept > 0, dtype), before, tokens)
+    positions = starts[:, None] + torch.arange(num_new, device=rows.device)
+    tokens = _tokens(inputs, _with_past(inputs.mixed, layer, heads, rows, starts), heads)
+    _write(layer.inputs, rows, positions, inputs.mixed)
+    before = _read(layer, heads, rows, kept, starts, int((starts - kept).max()))
+    outputs, entries = _recur(_states(layer, rows, kept > 0), before, tokens)
     _keep(layer, heads, rows, positions, entries)
     return outputs
 
 
 def _prefill(
-    mixed: torch.Tensor,
-    log_decays: torch.Tensor,
-    betas: torch.Tensor,
-    heads: DeltaHeads,
-    layer: LayerState,
-    row: int,
-    held: int,
-    start: int,
-    kept: int,
+    inputs: Inputs, heads: DeltaHeads, layer: LayerState, spans: RowSpans, index: int, start: int
 ) -> torch.Tensor:
-    """Return the outputs of one row's chunk, [n, Hv, Dv]. Shapes: mixed [n, C]; the others [n, Hv]."""
-    num_new, end, dtype, device = len(mixed), start + len(mixed), log_decays.dtype, mixed.device
-    rows = torch.tensor([row], device=device)
+    """Return the outputs of one row's chunk, [n, Hv, Dv].
+
+    Args:
+        inputs: Of the chunk; R is 1.
+        heads: Of the layer.
+        layer: Its states.
+        spans: Of the step.
+        index: Of the row in the step.
+        start: The chunk's first position.
+    """
+    num_new, device = inputs.mixed.shape[1], inputs.mixed.device
+    end, rows = start + num_new, spans.rows[index : index + 1]
+    held, kept = int(spans.held[index]), int(spans.kept[index])
 
     def at(position: int) -> torch.Tensor:
         return torch.tensor([position], device=device)
 
-    state = _states(layer, rows, at(held) > 0, dtype)
-    convolved = _convolve(_with_past(mixed[None], layer, heads, rows, at(start)), heads, num_new)
-    last = min(num_new, layer.inputs.shape[1])
-    _write(layer.inputs, rows, torch.arange(end - last, end, device=device)[None], mixed[None, num_new - last :])
+    state = _states(layer, rows, at(held) > 0)
+    tokens = _tokens(inputs, _with_past(inputs.mixed, layer, heads, rows, at(start)), heads)
+    num_last = min(num_new, layer.inputs.shape[1])
+    last = torch.arange(end - num_last, end, device=device)
+    _write(layer.inputs, rows, last[None], inputs.mixed[:, num_new - num_last :])
     if kept <= start:
         state = _absorb(state, _read(layer, heads, rows, at(held), at(kept), kept - held))
-        layer.states[row] = state[0].to(layer.states.dtype)
+        layer.states[rows] = state.to(layer.states.dtype)
         held = kept
     state = _absorb(state, _read(layer, heads, rows, at(held), at(start), start - held))
     nothing = _read(layer, heads, rows, at(0), at(0), 0)
-    tokens = _tokens(convolved, log_decays[None], betas[None], heads)
     outputs, position = [], start
     while position < end:
         stop = min(end, position + _PIECE, kept if position < kept else end)
-        piece = Tokens(*(x[:, position - start : stop - start] for x in tokens))
-        output, entries = _recur(state, nothing, piece)
+        output, entries = _recur(state, nothing, Tokens(*(x[:, position - start : stop - start] for x in tokens)))
         outputs.append(output[0])
         state = _absorb(state, entries)
         if position >= kept:  # at most a block, so that none takes the place of another
             _keep(layer, heads, rows, torch.arange(position, stop, device=device)[None], entries)
         position = stop
         if position == kept:
-            layer.states[row] = state[0].to(layer.states.dtype)
+            layer.states[rows] = state.to(layer.states.dtype)
     return torch.cat(outputs)
+
+
+def scan_rows(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    log_decays: torch.Tensor,
+    betas: torch.Tensor,
+    states: torch.Tensor,
+    lengths: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs of rows' tokens, one row after the other, [n, Hv, Dv], and the states after them.
+
+    Shapes: queries and keys [n, Hk, Dk], of any length; values [n, Hv, Dv]; log_decays and betas [n, Hv]; states
+    [S, Hv, Dk, Dv]; lengths [S], whose sum is n. In the states' type.
+    """
+    dtype, ratio = states.dtype, values.shape[1] // keys.shape[1]
+    queries, keys = (_unit(x.to(dtype)).repeat_interleave(ratio, 1) for x in (queries, keys))
+    tokens = Tokens(queries * keys.shape[2] ** -0.5, keys, values.to(dtype), log_decays.to(dtype), betas.to(dtype))
+    nothing = Entries(*(x[None, :0] for x in (tokens.keys, tokens.values, tokens.log_decays)))
+    outputs, ended, begin = [], [], 0
+    for state, length in zip(states.split(1), lengths, strict=True):
+        for first in range(begin, begin + length, _PIECE):
+            piece = slice(first, min(first + _PIECE, begin + length))
+            output, entries = _recur(state, nothing, Tokens(*(x[None, piece] for x in tokens)))
+            outputs.append(output[0])
+            state = _absorb(state, entries)
+        ended.append(state)
+        begin += length
+    return torch.cat(outputs), torch.cat(ended)
 
 
 def _move_checkpoints(layer: LayerState, heads: DeltaHeads, spans: RowSpans, num_rows: int) -> None:
@@ -177,15 +204,14 @@ def _move_checkpoints(layer: LayerState, heads: DeltaHeads, spans: RowSpans, num
     if not len(behind):
         return
     rows, held, kept = (x.index_select(0, behind) for x in (spans.rows[:num_rows], held, kept))
-    dtype = torch.promote_types(layer.states.dtype, torch.float32)
     entries = _read(layer, heads, rows, held, kept, int((kept - held).max()))
-    moved = _absorb(_states(layer, rows, held > 0, dtype), entries)
+    moved = _absorb(_states(layer, rows, held > 0), entries)
     layer.states[rows] = moved.to(layer.states.dtype)
 
 
-def _states(layer: LayerState, rows: torch.Tensor, counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _states(layer: LayerState, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return the states of rows, [R, Hv, Dk, Dv], zeros where there is no checkpoint. Shapes: counts [R] bool."""
-    states = layer.states.index_select(0, rows).to(dtype)
+    states = layer.states.index_select(0, rows).to(torch.promote_types(layer.states.dtype, torch.float32))
     return states.masked_fill_(~counts[:, None, None, None], 0)
 
 
@@ -224,21 +250,22 @@ def _with_past(
     return torch.cat((seen.to(mixed.dtype), mixed), 1)
 
 
-def _convolve(inputs: torch.Tensor, heads: DeltaHeads, num_new: int) -> torch.Tensor:
-    """Return silu of the convolution, [R, n, C], in float32 and then of the inputs' type."""
-    weight = heads.conv_weight.to(torch.promote_types(inputs.dtype, torch.float32))
-    total = sum(inputs[:, tap : tap + num_new] * weight[:, tap] for tap in range(heads.shape.kernel_size))
-    assert isinstance(total, torch.Tensor)
-    return F.silu(total).to(inputs.dtype)
+def _tokens(inputs: Inputs, with_past: torch.Tensor, heads: DeltaHeads) -> Tokens:
+    """Return queries, keys and values of what the convolution gives; the first two get length one.
 
-
-def _tokens(convolved: torch.Tensor, log_decays: torch.Tensor, betas: torch.Tensor, heads: DeltaHeads) -> Tokens:
-    """Cut queries, keys and values out of what the convolution gave; the first two get length one."""
-    shape, dtype = heads.shape, log_decays.dtype
+    Shapes: with_past [R, kernel size - 1 + n, C].
+    """
+    shape, dtype, num_new = heads.shape, inputs.log_decays.dtype, inputs.mixed.shape[1]
+    weight = heads.conv_weight.to(dtype)
+    convolved = torch.zeros_like(inputs.mixed, dtype=dtype)
+    for tap in range(shape.kernel_size):
+        convolved += with_past[:, tap : tap + num_new] * weight[:, tap]
+    convolved = F.silu(convolved).to(inputs.mixed.dtype).to(dtype)
     widths = (shape.num_k_heads * shape.k_dim,) * 2 + (shape.num_v_heads * shape.v_dim,)
-    queries, keys, values = convolved.to(dtype).split_with_sizes(widths, 2)
+    queries, keys, values = convolved.split_with_sizes(widths, 2)
     queries, keys = (_by_value_head(_unit(x.unflatten(2, (-1, shape.k_dim))), heads) for x in (queries, keys))
-    return Tokens(queries * shape.k_dim**-0.5, keys, values.unflatten(2, (-1, shape.v_dim)), log_decays, betas)
+    values = values.unflatten(2, (-1, shape.v_dim))
+    return Tokens(queries * shape.k_dim**-0.5, keys, values, inputs.log_decays, inputs.betas)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

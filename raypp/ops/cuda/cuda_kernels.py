@@ -21,6 +21,7 @@ from raypp.ops.backend import (
 )
 from raypp.ops.cuda.between_products import join_norms, narrow, rms_norm, silu_and_mul
 from raypp.ops.cuda.experts import CudaChosenExperts, CudaExperts
+from raypp.ops.cuda.gated_delta import CudaGatedDelta, ScanPlan, plan_scan
 from raypp.ops.cuda.heads import rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import MAX_ROWS, OwnProduct, input_type_in_8_bits, own_product
@@ -34,6 +35,7 @@ from raypp.ops.cuda.quantized_projection import (
 from raypp.ops.cuda.step_attention import CudaAttention, PrefillSpace
 from raypp.ops.cuda.token_quantization import TokenNorm
 from raypp.ops.kv_cache import LayerCache
+from raypp.ops.row_state import DeltaHeads
 from raypp.ops.weight import Weight, linear_in_float32
 
 ALL_ROWS = 1 << 30
@@ -76,6 +78,7 @@ class CudaKernels:
         # Copies share both.
         self._attention: dict[HeadsKind, CudaAttention] = {}
         self._space: list[PrefillSpace] = []  # empty, or what kinds of attention share
+        self._has_states = False
         self._most_own_rows = 0
         self._has_8_bits = False
 
@@ -193,6 +196,11 @@ class CudaKernels:
             )
         return LayerAttention(self._attention[heads.kind], heads, self._has_8_bits)
 
+    def gated_delta(self, heads: DeltaHeads) -> CudaGatedDelta:
+        self._has_states = True
+        sizes = {"block_size": self._block_size, "max_query_len": self._max_query_len}
+        return CudaGatedDelta(heads, device=self._device, **sizes)
+
     def _prefill_space(self) -> PrefillSpace:
         if not self._space:
             self._space.append(PrefillSpace(self._device.torch_device))
@@ -206,11 +214,13 @@ class CudaKernels:
         return Rotation(cos.float().contiguous(), sin.float().contiguous())
 
     def plan_attention(self, batch: AttentionBatch, ring_entry: int) -> None:
-        assert self._attention, "no layer has been made"
+        assert self._attention or self._has_states, "no layer has been made"
         batch.plans = {}
         if batch.prefill_query_lens:
             for attention in self._attention.values():
                 attention.plan(batch, ring_entry)
+            if self._has_states:
+                batch.plans[ScanPlan] = plan_scan(batch, self._block_size, self._device.torch_device)
 
     def _has_kernel(self, weight: Weight) -> bool:
         """Whether a quantized weight is multiplied as it is; others are dequantized."""

@@ -60,8 +60,8 @@ def append_heads(
 ) -> torch.Tensor:
     """Return the queries, [T, Hq, Dk], and write keys and values to their slots.
 
-    Shapes: qkv [T, (Hq + Hk) * Dk + Hk * Dv] contiguous: queries, keys, values; rope: see `rotation_table`;
-    slot_mapping [T] int64; the cache of qkv's type or FP8. Tokens of the same slot (in the null block): any may win.
+    Shapes: qkv [T, (Hq + Hk) * Dk + Hk * Dv] contiguous: queries, keys, values, with gates one of Dk elements behind
+    each head of queries; rope: see `rotation_table`, of the elements that are rotated; slot_mapping [T] int64; the cache of qkv's type or FP8. Tokens of the same slot (in the null block): any may win.
     """
     num_tokens, head_dim, value_dim = qkv.shape[0], heads.head_dim, heads.value_dim
     q = torch.empty(num_tokens, heads.num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -84,17 +84,39 @@ def append_heads(
         NUM_HEADS=heads.num_heads,
         NUM_KV_HEADS=heads.num_kv_heads,
         HALF=head_dim // 2,
+        ROTARY_HALF=(heads.rotary_dim or head_dim) // 2,
         VALUE_HALF=value_dim // 2,
         BLOCK_HALF=triton.next_power_of_2(max(head_dim, value_dim) // 2),
         BLOCK_SIZE=cache.keys.shape[2],
         HEADS=_HEADS_PER_PROGRAM,
         HAS_NORM=norm is not None,
+        HAS_GATE=heads.has_gate,
         IS_FP8=cache.keys.dtype == FP8,
         OVERLAPS=device.has_dependent_launch,
         num_warps=1,
         **device.launch_options,
     )
     return q
+
+
+def gate_heads_(out: torch.Tensor, qkv: torch.Tensor, device: Device) -> None:
+    """Multiply attention's output by the sigmoid of its gates, in place.
+
+    Shapes: out [T, Hq, Dk]; qkv [T, ..] contiguous, begins with a head's queries and its gate, head by head.
+    """
+    num_tokens, num_heads, head_dim = out.shape
+    if num_tokens:
+        _gate_heads[(num_tokens, triton.cdiv(num_heads, _HEADS_PER_PROGRAM))](
+            out,
+            qkv,
+            qkv.shape[1],
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            HEADS=_HEADS_PER_PROGRAM,
+            OVERLAPS=device.has_dependent_launch,
+            **device.launch_options,
+        )
 
 
 def gather_heads(
@@ -168,6 +190,45 @@ def _rotation_table(positions, inverse_frequencies, cos, sin, scale, half, BLOCK
     tl.store(sin + token * half + pair, tl.sin(angle) * scale, mask=inside)
 
 
+@triton.jit
+def _gate_heads(
+    out,
+    qkv,
+    qkv_stride,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, BLOCK_D)[None, :]
+    inside = (head < NUM_HEADS) & (column < HEAD_DIM)
+    cell = out + (token * NUM_HEADS + head) * HEAD_DIM + column
+    start(OVERLAPS)
+    gate = tl.load(qkv + token * qkv_stride + (2 * head + 1) * HEAD_DIM + column, mask=inside, other=0.0)
+    value = tl.load(cell, mask=inside, other=0.0).to(tl.float32) * tl.sigmoid(gate.to(tl.float32))
+    tl.store(cell, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _partner(column, ROTARY_HALF: tl.constexpr):
+    """Return the element that one is turned with; itself behind those that are rotated."""
+    behind = tl.where(column < 2 * ROTARY_HALF, column - ROTARY_HALF, column)
+    return tl.where(column < ROTARY_HALF, column + ROTARY_HALF, behind)
+
+
+@triton.jit
+def _turned(value, other, column, cos, sin, ROTARY_HALF: tl.constexpr):
+    """Return elements of heads rotated; those behind the rotated ones as they are. Shapes: value [heads, columns]."""
+    is_turned = column < 2 * ROTARY_HALF
+    pair = tl.where(is_turned, column, 0) % ROTARY_HALF
+    c = tl.load(cos + pair, mask=is_turned, other=1.0)[None, :]
+    s = tl.load(sin + pair, mask=is_turned, other=0.0)
+    return value * c + other * tl.where(column < ROTARY_HALF, -s, s)[None, :]
+
+
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])  # an element per program
 def _append_heads(
     qkv,
@@ -185,11 +246,13 @@ def _append_heads(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    ROTARY_HALF: tl.constexpr,
     VALUE_HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     IS_FP8: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -200,14 +263,17 @@ def _append_heads(
     pair = tl.arange(0, BLOCK_HALF)
     is_query = head < NUM_HEADS
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
-    first_value = (NUM_HEADS + NUM_KV_HEADS) * D
+    first_value = (NUM_HEADS * (1 + HAS_GATE) + NUM_KV_HEADS) * D
+    place = head * D
+    if HAS_GATE:
+        place += tl.minimum(head, NUM_HEADS) * D
     if VALUE_HALF == HALF:
         half = HALF
-        begin = head[:, None] * D
+        begin = place[:, None]
     else:
         half = tl.where(is_value, VALUE_HALF, HALF)[:, None]
         value_begin = first_value + (head - NUM_HEADS - NUM_KV_HEADS) * 2 * VALUE_HALF
-        begin = tl.where(is_value, value_begin, head * D)[:, None]
+        begin = tl.where(is_value, value_begin, place)[:, None]
     inside = (head < ALL)[:, None] & (pair[None, :] < half)
     if HAS_NORM:
         valid = pair < HALF
@@ -219,8 +285,6 @@ def _append_heads(
     cell = qkv + token * (first_value + NUM_KV_HEADS * 2 * VALUE_HALF) + begin + pair[None, :]
     first_in = tl.load(cell, mask=inside, other=0.0)
     second_in = tl.load(cell + half, mask=inside, other=0.0)
-    c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
-    s = tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
     slot = tl.load(slot_mapping + token)
     first, second = first_in.to(tl.float32), second_in.to(tl.float32)
     if HAS_NORM:
@@ -228,7 +292,26 @@ def _append_heads(
         first *= scale * tl.where(is_query[:, None], q_first[None, :], k_first[None, :])
         second *= scale * tl.where(is_query[:, None], q_second[None, :], k_second[None, :])
     dtype = q.dtype.element_ty
-    turned_first, turned_second = first * c - second * s, second * c + first * s
+    if ROTARY_HALF == HALF:
+        c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
+        s = tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
+        turned_first, turned_second = first * c - second * s, second * c + first * s
+    else:  # pairs lie elsewhere, so each element's other one is read once more
+        with_first, with_second = _partner(pair, ROTARY_HALF), _partner(HALF + pair, ROTARY_HALF)
+        row = qkv + token * (first_value + NUM_KV_HEADS * 2 * VALUE_HALF) + begin
+        is_head = inside & (pair < HALF)[None, :]
+        first_other = tl.load(row + with_first[None, :], mask=is_head, other=0.0).to(tl.float32)
+        second_other = tl.load(row + with_second[None, :], mask=is_head, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            q_other = tl.load(q_weight + with_first, mask=valid, other=0.0).to(tl.float32)
+            k_other = tl.load(k_weight + with_first, mask=valid, other=0.0).to(tl.float32)
+            first_other *= scale * tl.where(is_query[:, None], q_other[None, :], k_other[None, :])
+            q_other = tl.load(q_weight + with_second, mask=valid, other=0.0).to(tl.float32)
+            k_other = tl.load(k_weight + with_second, mask=valid, other=0.0).to(tl.float32)
+            second_other *= scale * tl.where(is_query[:, None], q_other[None, :], k_other[None, :])
+        cos_row, sin_row = cos + token * ROTARY_HALF, sin + token * ROTARY_HALF
+        turned_first = _turned(first, first_other, pair, cos_row, sin_row, ROTARY_HALF)
+        turned_second = _turned(second, second_other, HALF + pair, cos_row, sin_row, ROTARY_HALF)
     q_cell = q + token * (NUM_HEADS * D) + head[:, None] * D + pair[None, :]
     tl.store(q_cell, turned_first.to(dtype), mask=inside & is_query[:, None])
     tl.store(q_cell + HALF, turned_second.to(dtype), mask=inside & is_query[:, None])

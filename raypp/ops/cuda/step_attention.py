@@ -24,7 +24,7 @@ from raypp.errors import install
 from raypp.ops.attention import AttentionBatch, Heads, Rotation
 from raypp.ops.break_point import break_point
 from raypp.ops.cuda.decode_attention import TritonDecode
-from raypp.ops.cuda.heads import append_heads, gather_heads
+from raypp.ops.cuda.heads import append_heads, gate_heads_, gather_heads
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.kv_cache import FP8, LayerCache, movable
 from raypp.ops.row_attention import attend_piece, piece_mask, row_pieces
@@ -362,7 +362,7 @@ class CudaAttention:
             dtype = dtype if dtype is not None and is_decode_only else qkv.dtype
             out = torch.empty(len(qkv), heads.num_heads * heads.value_dim, dtype=dtype, device=qkv.device)
         out_heads = out.view(len(qkv), heads.num_heads, heads.value_dim)
-        if num_decode_tokens <= MAX_FUSED_TOKENS and is_decode_only:
+        if num_decode_tokens <= MAX_FUSED_TOKENS and is_decode_only and heads.is_plain:
             self._decode.from_projection(
                 qkv,
                 heads,
@@ -378,6 +378,8 @@ class CudaAttention:
         q = append_heads(qkv, heads, rope, batch.slot_mappings[heads.group], cache, self._device)
         attend = self._attend_rows if is_decode_only else self._attend_any_rows
         attend(q, heads, cache, batch, out_heads)
+        if heads.has_gate:
+            gate_heads_(out_heads, qkv, self._device)
         return out
 
     @break_point

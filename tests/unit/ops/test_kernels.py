@@ -25,6 +25,7 @@ from raypp.ops.cuda.int4_products import Int4Product, Int4Tuning, int4_shared_by
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import choose_projection, tune_fp8, tune_int4
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, shared_bytes
+from raypp.ops.state_sizes import RowState
 from raypp.ops.weight import Weight
 
 # The strictest comparison; tensor cores on a GPU multiply 16 bits.
@@ -219,6 +220,26 @@ def test_windows_of_many_splits():
     tuning = DecodeTuning(4, 16)
     checks.check_decode(EXACT, [900, 300], 3, 2, 1, 16, tuning, window=450, has_sinks=True)
     checks.check_decode(EXACT, [600], 40, 1, 1, 16, tuning, window=2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "rotary_dim", "has_gate"), [((4, 2, 16), 4, True), ((3, 1, 24), 12, False), ((2, 2, 8), None, True)]
+)
+def test_heads_that_are_rotated_in_part_or_gated(heads, rotary_dim, has_gate):
+    checks.check_heads(EXACT, 5, *heads, True, rotary_dim=rotary_dim, has_gate=has_gate)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_size", "max_drafts"),
+    [
+        ((1, 3, 8, 12, 4), 4, 0),
+        ((2, 2, 16, 16, 3), 16, 3),
+        full((2, 4, 12, 8, 2), 8, 7),
+        full((1, 1, 16, 20, 4), 4, 16),
+    ],
+)
+def test_gated_delta(shape, block_size, max_drafts):
+    checks.check_gated_delta(EXACT, RowState(*shape, "float32"), block_size, max_drafts)
 
 
 def test_fp8_kv_of_all_kinds():
