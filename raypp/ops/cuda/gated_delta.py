@@ -1,11 +1,12 @@
 """The gated delta net on a GPU: convolution, replay of a row's ring, and for prompts the scan of a library.
 
     all tokens      convolution, by tokens and channels                          one Triton launch
-    all rows        checkpoints moved; of decode rows the 1 + K tokens, too      one Triton launch, a program per head
+    all rows        checkpoints moved; of decode rows the 1 + K tokens, too      one launch, by heads, parts of values
     prompts         from the chunk's start to where its checkpoint will stand    fla-core's chunked scan, else torch's
                     from there to the chunk's end, at most a block of tokens     the second launch again
+    all tokens      norm and gate                                                one launch
 
-Steps of decode rows alone are the first two: they wait for nothing, and a graph can hold them. Twin:
+Steps of decode rows alone have no scan: they wait for nothing, and a graph can hold them. Twin:
 `raypp.ops.cpu.gated_delta`. Sources: `raypp.ops.row_state`.
 """
 
@@ -36,6 +37,7 @@ _CONV_TOKENS = 4
 _CONV_CHANNELS = 256
 _LEAST_WINDOW = 16
 _NORM_HEADS = 4
+_PART = 32  # of a head's values: a program keeps a state of [Dk, 32] in registers
 _CHUNK = 64  # tokens of a chunk of the library's scan
 
 
@@ -107,16 +109,35 @@ class CudaGatedDelta:
     def _run(
         self, projected: tuple[torch.Tensor, torch.Tensor], state: LayerState, batch: AttentionBatch, out: torch.Tensor
     ) -> None:
-        spans, num_decode = batch.spans, batch.num_decode_rows
+        spans, num_decode, num_tokens = batch.spans, batch.num_decode_rows, batch.num_tokens
         assert spans is not None, "the step says nothing of its rows"
-        tensors = (*projected, self._convolve(projected[0], state, spans, batch.num_tokens), out)
-        self._replay(*tensors, state, spans, num_decode, is_end=False)
-        if not batch.prefill_query_lens:
-            return
-        plan = batch.plans.get(ScanPlan)
-        if isinstance(plan, ScanPlan):
-            self._scan_prompts(*tensors, state, plan)
-        self._replay(*tensors, state, spans, num_decode, is_end=True)
+        convolved = self._convolve(projected[0], state, spans, num_tokens)
+        tensors = (*projected, convolved, out, state)
+        self._replay(*tensors, spans, num_decode, is_end=False)
+        if batch.prefill_query_lens:
+            plan = batch.plans.get(ScanPlan)
+            if isinstance(plan, ScanPlan):
+                self._scan_prompts(projected[1], convolved, out, state, plan)
+            self._replay(*tensors, spans, num_decode, is_end=True)
+        self._gate(projected[0], out, num_tokens)
+
+    def _gate(self, x: torch.Tensor, out: torch.Tensor, num_tokens: int) -> None:
+        """Normalize each head's output and multiply it by silu of its gate, in place."""
+        shape = self._heads.shape
+        _gated_norm[(num_tokens, triton.cdiv(shape.num_v_heads, _NORM_HEADS))](
+            out,
+            x,
+            self._heads.norm_weight,
+            self._heads.eps,
+            X_STRIDE=x.shape[1],
+            WIDTH=sum(self._widths),
+            V_HEADS=shape.num_v_heads,
+            V_DIM=shape.v_dim,
+            BLOCK_V=triton.next_power_of_2(shape.v_dim),
+            HEADS=_NORM_HEADS,
+            OVERLAPS=self._device.has_dependent_launch,
+            **self._device.launch_options,
+        )
 
     def _convolve(
         self, x: torch.Tensor, state: LayerState, spans: RowSpans, num_tokens: int
@@ -160,14 +181,14 @@ class CudaGatedDelta:
     ) -> None:
         """Move the checkpoints of all rows, and compute the decode rows; or compute the ends of prompts' chunks."""
         heads, shape, num_rows = self._heads, self._heads.shape, len(spans.rows)
-        _replay[(num_rows - num_decode if is_end else num_rows, shape.num_v_heads)](
+        part = min(_PART, triton.next_power_of_2(shape.v_dim))
+        grid = (num_rows - num_decode if is_end else num_rows, shape.num_v_heads, triton.cdiv(shape.v_dim, part))
+        _replay[grid](
             x,
             numbers,
             *convolved,
             heads.a_log,
             heads.dt_bias,
-            heads.norm_weight,
-            heads.eps,
             shape.k_dim**-0.5,
             spans.rows,
             spans.starts,
@@ -187,16 +208,14 @@ class CudaGatedDelta:
             NUM_INPUTS=state.inputs.shape[1],
             WINDOW=self._window,
             BLOCK_K=triton.next_power_of_2(shape.k_dim),
-            BLOCK_V=triton.next_power_of_2(shape.v_dim),
+            PART=part,
             IS_END=is_end,
             OVERLAPS=self._device.has_dependent_launch,
-            num_warps=8,
             **self._device.launch_options,
         )
 
     def _scan_prompts(
         self,
-        x: torch.Tensor,
         numbers: torch.Tensor,
         convolved: Sequence[torch.Tensor],
         out: torch.Tensor,
@@ -218,22 +237,7 @@ class CudaGatedDelta:
             plan,
         )
         state.states.index_copy_(0, plan.rows, ended.to(state.states.dtype))
-        _gated_norm[(len(tokens), triton.cdiv(shape.num_v_heads, _NORM_HEADS))](
-            outputs.contiguous(),
-            x,
-            tokens,
-            heads.norm_weight,
-            heads.eps,
-            out,
-            X_STRIDE=x.shape[1],
-            WIDTH=sum(self._widths),
-            V_HEADS=shape.num_v_heads,
-            V_DIM=shape.v_dim,
-            BLOCK_V=triton.next_power_of_2(shape.v_dim),
-            HEADS=_NORM_HEADS,
-            OVERLAPS=self._device.has_dependent_launch,
-            **self._device.launch_options,
-        )
+        out.index_copy_(0, tokens, outputs.flatten(1).to(out.dtype))
 
 
 Scan = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -319,7 +323,7 @@ def _convolve(
     position = tl.load(starts + index, mask=is_one, other=0) + offset
     total = tl.zeros((TOKENS, CHANNELS), tl.float32)
     for tap in tl.static_range(KERNEL_SIZE):
-        back: tl.constexpr = KERNEL_SIZE - 1 - tap
+        back = KERNEL_SIZE - 1 - tap
         is_new = is_one & (offset >= back)
         is_old = is_one & (offset < back) & (position >= back)
         cell = x + (token - back).to(tl.int64)[:, None] * X_STRIDE + channel[None, :]
@@ -342,20 +346,11 @@ def _convolve(
 
 
 @triton.jit
-def _gated(output, gate, weight, eps, V_DIM: tl.constexpr):
-    """Return the norm of each row, times weight and silu(gate). Shapes: [rows, Dv], weight [1, Dv]."""
-    scale = tl.rsqrt(tl.sum(output * output, 1) / V_DIM + eps)
-    return output * scale[:, None] * weight * gate * tl.sigmoid(gate)
-
-
-@triton.jit
 def _gated_norm(
-    outputs,
+    out,
     x,
-    tokens,
     norm_weight,
     eps,
-    out,
     X_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     V_HEADS: tl.constexpr,
@@ -364,18 +359,45 @@ def _gated_norm(
     HEADS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, BLOCK_V)[None, :]
-    inside = (head < V_HEADS) & (column < V_DIM)
+    inside, cell = (head < V_HEADS) & (column < V_DIM), head * V_DIM + column
     weight = tl.load(norm_weight + column, mask=column < V_DIM, other=0.0).to(tl.float32)
     start(OVERLAPS)
-    index = tl.program_id(0).to(tl.int64)
-    token = tl.load(tokens + index)
-    cell = head * V_DIM + column
-    output = tl.load(outputs + index * (V_HEADS * V_DIM) + cell, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(out + token * (V_HEADS * V_DIM) + cell, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(x + token * X_STRIDE + WIDTH + cell, mask=inside, other=0.0).to(tl.float32)
-    y = _gated(output, gate, weight, eps, V_DIM)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / V_DIM + eps)
+    y = value * scale[:, None] * weight * gate * tl.sigmoid(gate)
     tl.store(out + token * (V_HEADS * V_DIM) + cell, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _entries(
+    rings,
+    row,
+    first,
+    end,
+    head,
+    of_v,
+    K_HEADS: tl.constexpr,
+    V_HEADS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    RING: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return keys, values at `of_v` and decays of the positions [first, end) of a row, float32, then zeros."""
+    ring_keys, ring_values, ring_decays = rings
+    entry, of_k = tl.arange(0, WINDOW), tl.arange(0, BLOCK_K)
+    is_one = first + entry < end
+    place = row * RING + (first + entry) % RING
+    key_cell = ring_keys + (place[:, None] * K_HEADS + head // (V_HEADS // K_HEADS)) * K_DIM + of_k[None, :]
+    key = tl.load(key_cell, mask=is_one[:, None] & (of_k < K_DIM)[None, :], other=0.0).to(tl.float32)
+    value_cell = ring_values + (place[:, None] * V_HEADS + head) * V_DIM + of_v[None, :]
+    value = tl.load(value_cell, mask=is_one[:, None] & (of_v < V_DIM)[None, :], other=0.0).to(tl.float32)
+    return key, value, tl.load(ring_decays + place * V_HEADS + head, mask=is_one, other=0.0)
 
 
 @triton.jit
@@ -387,8 +409,6 @@ def _replay(
     values,
     a_log,
     dt_bias,
-    norm_weight,
-    eps,
     scale,
     rows,
     starts,
@@ -412,20 +432,22 @@ def _replay(
     NUM_INPUTS: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    PART: tl.constexpr,
     IS_END: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     RATIO: tl.constexpr = V_HEADS // K_HEADS
+    ABSORBED: tl.constexpr = 16  # entries at a time: registers do not hold more beside the state
     KEYS: tl.constexpr = K_HEADS * K_DIM
     index, head = tl.program_id(0), tl.program_id(1)
     key_head = head // RATIO
-    of_k, of_v, entry = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V), tl.arange(0, WINDOW)
+    of_k, of_v = tl.arange(0, BLOCK_K), tl.program_id(2) * PART + tl.arange(0, PART)
+    entry, is_first_part = tl.arange(0, WINDOW), tl.program_id(2) == 0
     in_k, in_v = of_k < K_DIM, of_v < V_DIM
     in_state = in_k[:, None] & in_v[None, :]
     fall = -tl.exp(tl.load(a_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head).to(tl.float32)
-    weight = tl.load(norm_weight + of_v, mask=in_v, other=0.0).to(tl.float32)
+    rings = ring_keys, ring_values, ring_decays
     start(OVERLAPS)
     if IS_END:
         index += num_decode
@@ -443,45 +465,38 @@ def _replay(
         before, at = tl.load(held + index), tl.minimum(target, first)
         # What the convolution of later steps sees. No two programs write different things.
         for back in tl.static_range(NUM_INPUTS):
-            position = end - 1 - back
-            cell = x + (begin + count - 1 - back).to(tl.int64) * X_STRIDE
-            place = inputs + (row * NUM_INPUTS + tl.maximum(position, 0) % NUM_INPUTS) * WIDTH
-            is_here = position >= first
-            seen = tl.load(cell + 2 * KEYS + head * V_DIM + of_v, mask=in_v & is_here, other=0.0)
-            tl.store(place + 2 * KEYS + head * V_DIM + of_v, seen, mask=in_v & is_here)
-            if head % RATIO == 0:
+            written = end - 1 - back
+            taken = x + (begin + count - 1 - back).to(tl.int64) * X_STRIDE
+            input_cell = inputs + (row * NUM_INPUTS + tl.maximum(written, 0) % NUM_INPUTS) * WIDTH
+            is_kept = written >= first
+            seen = tl.load(taken + 2 * KEYS + head * V_DIM + of_v, mask=in_v & is_kept, other=0.0)
+            tl.store(input_cell + 2 * KEYS + head * V_DIM + of_v, seen, mask=in_v & is_kept)
+            if (head % RATIO == 0) & is_first_part:
                 for side in tl.static_range(2):
                     column = side * KEYS + key_head * K_DIM + of_k
-                    seen = tl.load(cell + column, mask=in_k & is_here, other=0.0)
-                    tl.store(place + column, seen, mask=in_k & is_here)
+                    seen_keys = tl.load(taken + column, mask=in_k & is_kept, other=0.0)
+                    tl.store(input_cell + column, seen_keys, mask=in_k & is_kept)
         count = tl.where(index < num_decode, count, 0)
     state_cell = states + ((row * V_HEADS + head) * K_DIM + of_k[:, None]) * V_DIM + of_v[None, :]
     state = tl.load(state_cell, mask=in_state & (before > 0), other=0.0).to(tl.float32)
     if not IS_END:
-        if at > before:
-            is_one = before + entry < at
-            place = row * RING + (before + entry) % RING
-            key_cell = ring_keys + (place[:, None] * K_HEADS + key_head) * K_DIM + of_k[None, :]
-            key = tl.load(key_cell, mask=is_one[:, None] & in_k[None, :], other=0.0).to(tl.float32)
-            value_cell = ring_values + (place[:, None] * V_HEADS + head) * V_DIM + of_v[None, :]
-            value = tl.load(value_cell, mask=is_one[:, None] & in_v[None, :], other=0.0).to(tl.float32)
-            decay = tl.load(ring_decays + place * V_HEADS + head, mask=is_one, other=0.0)
-            whole = tl.sum(decay, 0)
-            key *= tl.exp(whole - tl.cumsum(decay, 0))[:, None]
-            state = state * tl.exp(whole) + tl.dot(tl.trans(key), value, input_precision="ieee")
+        for position in range(before, at, ABSORBED):
+            stop = tl.minimum(position + ABSORBED, at)
+            old, added, decay = _entries(
+                rings, row, position, stop, head, of_v, K_HEADS, V_HEADS, K_DIM, V_DIM, RING, ABSORBED, BLOCK_K
+            )
+            total = tl.sum(decay, 0)
+            old *= tl.exp(total - tl.cumsum(decay, 0))[:, None]
+            state = state * tl.exp(total) + tl.dot(tl.trans(old), added, input_precision="ieee")
         if (at > before) | (target > first):  # a scan goes on from there
             tl.store(state_cell, state.to(states.dtype.element_ty), mask=in_state)
     if count > 0:
-        is_one = at + entry < first
-        place = row * RING + (at + entry) % RING
-        key_cell = ring_keys + (place[:, None] * K_HEADS + key_head) * K_DIM + of_k[None, :]
-        old_keys = tl.load(key_cell, mask=is_one[:, None] & in_k[None, :], other=0.0).to(tl.float32)
-        value_cell = ring_values + (place[:, None] * V_HEADS + head) * V_DIM + of_v[None, :]
-        old_values = tl.load(value_cell, mask=is_one[:, None] & in_v[None, :], other=0.0).to(tl.float32)
-        decay = tl.load(ring_decays + place * V_HEADS + head, mask=is_one, other=0.0)
-        total = tl.sum(decay, 0)
-        rest = tl.where(is_one, tl.exp(total - tl.cumsum(decay, 0)), 0.0)
-        whole = tl.exp(total)
+        old_keys, old_values, decays = _entries(
+            rings, row, at, first, head, of_v, K_HEADS, V_HEADS, K_DIM, V_DIM, RING, WINDOW, BLOCK_K
+        )
+        sum_of_decays = tl.sum(decays, 0)
+        rest = tl.where(at + entry < first, tl.exp(sum_of_decays - tl.cumsum(decays, 0)), 0.0)
+        whole = tl.exp(sum_of_decays)
         for step in range(count):
             token = (begin + step).to(tl.int64)
             query = tl.load(queries + token * KEYS + key_head * K_DIM + of_k, mask=in_k, other=0.0).to(tl.float32)
@@ -498,21 +513,18 @@ def _replay(
             whole *= falls
             known = whole * tl.sum(state * key[:, None], 0)
             known += tl.sum((rest * tl.sum(old_keys * key[None, :], 1))[:, None] * old_values, 0)
-            added = (beta * (value - known)).to(ring_values.dtype.element_ty).to(tl.float32)
+            fresh = (beta * (value - known)).to(ring_values.dtype.element_ty).to(tl.float32)
             is_here = entry == first - at + step
             old_keys = tl.where(is_here[:, None], key[None, :], old_keys)
-            old_values = tl.where(is_here[:, None], added[None, :], old_values)
+            old_values = tl.where(is_here[:, None], fresh[None, :], old_values)
             rest = tl.where(is_here, 1.0, rest)
             output = whole * tl.sum(state * query[:, None], 0)
             output += tl.sum((rest * tl.sum(old_keys * query[None, :], 1))[:, None] * old_values, 0)
-            gate = tl.load(x + token * X_STRIDE + WIDTH + head * V_DIM + of_v, mask=in_v, other=0.0).to(tl.float32)
-            normed = output * tl.rsqrt(tl.sum(output * output, 0) / V_DIM + eps) * weight
-            y = normed * gate * tl.sigmoid(gate)
-            tl.store(out + (token * V_HEADS + head) * V_DIM + of_v, y.to(out.dtype.element_ty), mask=in_v)
-            place_now = row * RING + (first + step) % RING
-            value_now = ring_values + (place_now * V_HEADS + head) * V_DIM + of_v
-            tl.store(value_now, added.to(ring_values.dtype.element_ty), mask=in_v)
-            tl.store(ring_decays + place_now * V_HEADS + head, log_decay)
-            if head % RATIO == 0:
-                key_now = ring_keys + (place_now * K_HEADS + key_head) * K_DIM + of_k
+            tl.store(out + (token * V_HEADS + head) * V_DIM + of_v, output.to(out.dtype.element_ty), mask=in_v)
+            place = row * RING + (first + step) % RING
+            value_now = ring_values + (place * V_HEADS + head) * V_DIM + of_v
+            tl.store(value_now, fresh.to(ring_values.dtype.element_ty), mask=in_v)
+            tl.store(ring_decays + place * V_HEADS + head, log_decay, mask=is_first_part)
+            if (head % RATIO == 0) & is_first_part:
+                key_now = ring_keys + (place * K_HEADS + key_head) * K_DIM + of_k
                 tl.store(key_now, key.to(ring_keys.dtype.element_ty), mask=in_k)

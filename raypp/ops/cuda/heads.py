@@ -61,7 +61,8 @@ def append_heads(
     """Return the queries, [T, Hq, Dk], and write keys and values to their slots.
 
     Shapes: qkv [T, (Hq + Hk) * Dk + Hk * Dv] contiguous: queries, keys, values, with gates one of Dk elements behind
-    each head of queries; rope: see `rotation_table`, of the elements that are rotated; slot_mapping [T] int64; the cache of qkv's type or FP8. Tokens of the same slot (in the null block): any may win.
+    each head of queries; rope: see `rotation_table`, of the elements that are rotated; slot_mapping [T] int64; the
+    cache of qkv's type or FP8. Tokens of the same slot (in the null block): any may win.
     """
     num_tokens, head_dim, value_dim = qkv.shape[0], heads.head_dim, heads.value_dim
     q = torch.empty(num_tokens, heads.num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)

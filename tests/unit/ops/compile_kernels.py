@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from raypp.ops.attention import HeadNorm, Heads
+from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
 from raypp.ops.backend import ExpertWeights, Gate, Routing
 from raypp.ops.block_store import Planes
 from raypp.ops.cuda import (
@@ -42,12 +42,14 @@ from raypp.ops.cuda import (
     verify_kernels,
 )
 from raypp.ops.cuda.experts import CudaChosenExperts, CudaExperts
+from raypp.ops.cuda.gated_delta import CudaGatedDelta, ScanPlan, plan_scan
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.product_tuning import input_type_in_8_bits, own_product
 from raypp.ops.cuda.quantized_projection import Fp8Projection, Int4Projection
 from raypp.ops.cuda.token_quantization import TokenNorm
 from raypp.ops.kv_cache import LayerCache
+from raypp.ops.row_state import DeltaHeads, RowSpans, allocate_layer_state
 from raypp.ops.row_tokens import RowTokens, StepTokens
 from raypp.ops.sample.tables import (
     AdjustedLogits,
@@ -58,6 +60,7 @@ from raypp.ops.sample.tables import (
     Widths,
 )
 from raypp.ops.sample.token_history import TokenHistory
+from raypp.ops.state_sizes import RowState
 from raypp.ops.weight import FP4, Weight
 from raypp.row_params import Needs
 
@@ -447,12 +450,33 @@ def call_kinds(_: Workspace) -> None:
             heads.gather_heads(cache, table, starts, 4, kind, *copies, DEVICE)
 
 
+def call_states(_: Workspace) -> None:
+    """Call gated delta nets of the sizes of Qwen3.5-27B, and its attention: gated, rotated in part."""
+    shape = RowState(16, 48, 128, 128, 4, "float32")
+    ones = torch.ones(48)
+    heads_of = DeltaHeads(
+        shape, torch.zeros(shape.conv_dim, 4, dtype=BF16), ones, ones, torch.ones(128, dtype=BF16), 1e-6
+    )
+    for max_drafts in (0, 3, 7) if IS_FULL else (3,):
+        delta = CudaGatedDelta(heads_of, block_size=16, max_query_len=1 + max_drafts, device=DEVICE)
+        state = allocate_layer_state(shape, 1, 16, max_drafts, BF16, CPU)
+        numbers = torch.zeros(3, dtype=torch.int32)
+        batch = AttentionBatch(1, 1, numbers, [], [], [24], [24])
+        batch.spans = RowSpans(torch.zeros(2, dtype=torch.int64), *[numbers] * 2, numbers.long(), numbers, numbers)
+        batch.plans[ScanPlan] = plan_scan(batch, 16, CPU)
+        delta((torch.zeros(25, 16384, dtype=BF16), torch.zeros(25, 96, dtype=BF16)), state, batch)
+    gated = Heads(24, 4, 256, HeadNorm(*torch.ones(2, 256), 1e-6), rotary_dim=64, has_gate=True)
+    cache, integers = LayerCache(*torch.zeros(2, 3, 4, 16, 256, dtype=BF16)), torch.zeros(16, dtype=torch.int64)
+    qkv, by = torch.zeros(16, 14336, dtype=BF16), heads.rotation_table(integers, torch.ones(32), DEVICE)
+    heads.gate_heads_(heads.append_heads(qkv, gated, by, integers, cache, DEVICE), qkv, DEVICE)
+
+
 def main() -> None:
     """Compile, and print a list of kernels."""
     compiled = compile_instead_of_launching()
     found = []
-    in_full = [[call_all, call_experts, call_quantized], [call_wide], [call_widest, call_kinds]]
-    for width, calls in enumerate(in_full if IS_FULL else [[call_all], [call_kinds]]):
+    in_full = [[call_all, call_experts, call_quantized, call_states], [call_wide], [call_widest, call_kinds]]
+    for width, calls in enumerate(in_full if IS_FULL else [[call_all, call_states], [call_kinds]]):
         for call in calls:
             call(Workspace(CPU))
         found += [
