@@ -17,7 +17,8 @@ MAX_LOGPROB_GAP = 1e-4
 class Comparison:
     """Holds answers against those of the undisturbed run, and excuses near-ties, which must be rare."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str = "tiny") -> None:
+        self._model = model
         self.num_tokens = self.num_excused = 0
 
     def compare(self, answers: Sequence[Answer], expected: Sequence[Answer], excuses: bool = True) -> None:
@@ -42,7 +43,7 @@ class Comparison:
         assert first < min(len(found.token_ids), len(right.token_ids)), message
         case = Case(asked.prompt.tolist(), asked.params, asked.bad_words, set(asked.eos_token_ids))
         known = case.prompt + found.token_ids[:first]
-        scores = reference_scores(hf_logits(resolve_model_path("tiny"), known)[-1], known, case)
+        scores = reference_scores(hf_logits(resolve_model_path(self._model), known)[-1], known, case)
         gap = float((scores[found.token_ids[first]] - scores[right.token_ids[first]]).abs())
         assert gap < TIE_GAP, f"{message}, by a gap of {gap:.2e}"
         self.num_excused += 1

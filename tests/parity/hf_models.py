@@ -64,15 +64,17 @@ _LLAMA3_ROPE = {
 _YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 
-def make_checkpoint(family: str, seed: int, directory: Path, *, min_layers: int = 2) -> Path:
+def make_checkpoint(family: str, seed: int, directory: Path, *, min_layers: int = 2, **others: Any) -> Path:
     """Write a random model to `directory` (made if need be) and return it. Equal arguments, equal files.
+
+    Fields of its configuration may be given.
 
     Weights are large enough, norms and biases random enough, that greedy continuations vary and near-ties are rare.
     """
     name = _ARCHITECTURES[family]
     of_config = "TextConfig" if family.startswith("qwen3_5") else "Config"
     config_class, model_class = (getattr(transformers, name + end) for end in (of_config, "ForCausalLM"))
-    choices = _configuration(family, seed, min_layers)
+    choices = _configuration(family, seed, min_layers) | others
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = model_class(config_class(**choices))
