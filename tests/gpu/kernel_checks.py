@@ -21,8 +21,8 @@ from raypp.ops import vision
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
 from raypp.ops.backend import ExpertWeights, Gate, KernelSet, Routing, choose_experts
 from raypp.ops.block_store import Planes, TorchBlockMover
-from raypp.ops.cpu.gated_delta import TorchGatedDelta
 from raypp.ops.cpu.paged_attention import paged_attention
+from raypp.ops.cpu.torch_gated_delta import TorchGatedDelta
 from raypp.ops.cuda import between_products
 from raypp.ops.cuda.adjust_kernel import LogitAdjuster, remember
 from raypp.ops.cuda.between_products import narrow, silu_and_mul

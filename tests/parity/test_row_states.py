@@ -34,7 +34,8 @@ NUM_NEW_TOKENS = sized(32, 48)
 IN_CI = (("qwen3_5", ""), ("qwen3_5_moe", "ngram"))
 RATES = (0.0, 0.3, 0.7, 1.0)
 """Of drafts that are right."""
-SCHEDULES = sized(range(5), range(200))
+GROUPS = sized(1, 40)
+"""Of schedules: of five in CI, of 200 in soak."""
 NUM_DEATHS = 3
 
 
@@ -158,11 +159,12 @@ def undisturbed(model: str) -> list[Answer]:
     return engines.answer(requests_of_all_kinds())
 
 
-def test_texts_stay_whatever_happens(model, undisturbed, monkeypatch):
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_texts_stay_whatever_happens(group, model, undisturbed, monkeypatch):
     """Random stages, blocks, chunks and drafts; masks come late, requests end early, engines die and others go on."""
     texts = [answer.asked.prompt.tolist() + answer.token_ids for answer in undisturbed]
     comparison, met = Comparison(model), Counter[str]()
-    for seed in SCHEDULES:
+    for seed in range(5 * group, 5 * group + 5):
         rng = random.Random(seed)
         rate = rng.choice(RATES)
 
@@ -197,5 +199,5 @@ def test_texts_stay_whatever_happens(model, undisturbed, monkeypatch):
         comparison.compare(answers, undisturbed)
     print(f"\n{dict(met)}: {comparison.num_tokens} tokens are equal, {comparison.num_excused} near-ties excused")
     assert comparison.num_excused <= max(1, comparison.num_tokens // 1000)
-    for what in ("handed over", "preempted", "late masks", "accepted", "refused"):
+    for what in ("handed over", "preempted", "late masks", "accepted", "refused") if not group else ():
         assert met[what], f"{what} was never met"

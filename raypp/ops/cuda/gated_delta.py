@@ -7,7 +7,7 @@
     all tokens      norm and gate                                                one launch
 
 Steps of decode rows alone have no scan: they wait for nothing, and a graph can hold them. Twin:
-`raypp.ops.cpu.gated_delta`. Sources: `raypp.ops.row_state`.
+`raypp.ops.cpu.torch_gated_delta`. Sources: `raypp.ops.row_state`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import triton.language as tl
 from raypp.errors import install
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.break_point import break_point
-from raypp.ops.cpu.gated_delta import scan_rows
 from raypp.ops.cuda.kernel_launch import Device, start
+from raypp.ops.delta_rule import scan_rows
 from raypp.ops.host_to_device import to_device_together
 from raypp.ops.row_state import DeltaHeads, LayerState, RowSpans
 
@@ -241,7 +241,7 @@ class CudaGatedDelta:
 
 
 Scan = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""As `raypp.ops.cpu.gated_delta.scan_rows`, with a `ScanPlan` in the place of lengths."""
+"""As `raypp.ops.delta_rule.scan_rows`, with a `ScanPlan` in the place of lengths."""
 
 
 @cache

@@ -23,7 +23,11 @@ from raypp.models.registry import build_model
 from raypp.models.rope_config import RopeConfig
 from raypp.models.weights import CheckpointWeights
 
-TEXT_ARCHITECTURES = [name for name, family in FAMILIES.items() if not family.has_vision and family.experts is None]
+TEXT_ARCHITECTURES = [
+    name
+    for name, family in FAMILIES.items()
+    if not family.has_vision and family.experts is None and family.full_attention_interval is None
+]
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,

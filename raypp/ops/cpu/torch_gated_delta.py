@@ -8,7 +8,6 @@ Everything is computed in float32, or float64 if states are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,36 +15,14 @@ import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.break_point import break_point
+from raypp.ops.delta_rule import PIECE, Entries, Tokens, absorb, recur, unit
 from raypp.ops.row_state import DeltaHeads, LayerState, RowSpans
-
-_PIECE = 64
-"""Tokens of a triangular system, as fla-core has them: its size grows with their square."""
-_NORM_EPS = 1e-6
-"""Of the length of queries and keys; transformers 5.17 has it in `l2norm`."""
 
 
 class Inputs(NamedTuple):
     """What the projections gave of rows with n tokens each."""
 
     mixed: torch.Tensor  # [R, n, C], of the convolution
-    log_decays: torch.Tensor  # [R, n, Hv]
-    betas: torch.Tensor  # [R, n, Hv]
-
-
-class Entries(NamedTuple):
-    """What tokens add to a state. R rows, n tokens."""
-
-    keys: torch.Tensor  # [R, n, Hv, Dk]
-    values: torch.Tensor  # [R, n, Hv, Dv] u
-    log_decays: torch.Tensor  # [R, n, Hv]
-
-
-class Tokens(NamedTuple):
-    """The inputs of the recurrence."""
-
-    queries: torch.Tensor  # [R, n, Hv, Dk]
-    keys: torch.Tensor  # [R, n, Hv, Dk]
-    values: torch.Tensor  # [R, n, Hv, Dv]
     log_decays: torch.Tensor  # [R, n, Hv]
     betas: torch.Tensor  # [R, n, Hv]
 
@@ -117,7 +94,7 @@ def _decode(inputs: Inputs, heads: DeltaHeads, layer: LayerState, spans: RowSpan
     tokens = _tokens(inputs, _with_past(inputs.mixed, layer, heads, rows, starts), heads)
     _write(layer.inputs, rows, positions, inputs.mixed)
     before = _read(layer, heads, rows, kept, starts, int((starts - kept).max()))
-    outputs, entries = _recur(_states(layer, rows, kept > 0), before, tokens)
+    outputs, entries = recur(_states(layer, rows, kept > 0), before, tokens)
     _keep(layer, heads, rows, positions, entries)
     return outputs
 
@@ -148,53 +125,23 @@ def _prefill(
     last = torch.arange(end - num_last, end, device=device)
     _write(layer.inputs, rows, last[None], inputs.mixed[:, num_new - num_last :])
     if kept <= start:
-        state = _absorb(state, _read(layer, heads, rows, at(held), at(kept), kept - held))
+        state = absorb(state, _read(layer, heads, rows, at(held), at(kept), kept - held))
         layer.states[rows] = state.to(layer.states.dtype)
         held = kept
-    state = _absorb(state, _read(layer, heads, rows, at(held), at(start), start - held))
+    state = absorb(state, _read(layer, heads, rows, at(held), at(start), start - held))
     nothing = _read(layer, heads, rows, at(0), at(0), 0)
     outputs, position = [], start
     while position < end:
-        stop = min(end, position + _PIECE, kept if position < kept else end)
-        output, entries = _recur(state, nothing, Tokens(*(x[:, position - start : stop - start] for x in tokens)))
+        stop = min(end, position + PIECE, kept if position < kept else end)
+        output, entries = recur(state, nothing, Tokens(*(x[:, position - start : stop - start] for x in tokens)))
         outputs.append(output[0])
-        state = _absorb(state, entries)
+        state = absorb(state, entries)
         if position >= kept:  # at most a block, so that none takes the place of another
             _keep(layer, heads, rows, torch.arange(position, stop, device=device)[None], entries)
         position = stop
         if position == kept:
             layer.states[rows] = state.to(layer.states.dtype)
     return torch.cat(outputs)
-
-
-def scan_rows(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    log_decays: torch.Tensor,
-    betas: torch.Tensor,
-    states: torch.Tensor,
-    lengths: Sequence[int],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs of rows' tokens, one row after the other, [n, Hv, Dv], and the states after them.
-
-    Shapes: queries and keys [n, Hk, Dk], of any length; values [n, Hv, Dv]; log_decays and betas [n, Hv]; states
-    [S, Hv, Dk, Dv]; lengths [S], whose sum is n. In the states' type.
-    """
-    dtype, ratio = states.dtype, values.shape[1] // keys.shape[1]
-    queries, keys = (_unit(x.to(dtype)).repeat_interleave(ratio, 1) for x in (queries, keys))
-    tokens = Tokens(queries * keys.shape[2] ** -0.5, keys, values.to(dtype), log_decays.to(dtype), betas.to(dtype))
-    nothing = Entries(*(x[None, :0] for x in (tokens.keys, tokens.values, tokens.log_decays)))
-    outputs, ended, begin = [], [], 0
-    for state, length in zip(states.split(1), lengths, strict=True):
-        for first in range(begin, begin + length, _PIECE):
-            piece = slice(first, min(first + _PIECE, begin + length))
-            output, entries = _recur(state, nothing, Tokens(*(x[None, piece] for x in tokens)))
-            outputs.append(output[0])
-            state = _absorb(state, entries)
-        ended.append(state)
-        begin += length
-    return torch.cat(outputs), torch.cat(ended)
 
 
 def _move_checkpoints(layer: LayerState, heads: DeltaHeads, spans: RowSpans, num_rows: int) -> None:
@@ -205,7 +152,7 @@ def _move_checkpoints(layer: LayerState, heads: DeltaHeads, spans: RowSpans, num
         return
     rows, held, kept = (x.index_select(0, behind) for x in (spans.rows[:num_rows], held, kept))
     entries = _read(layer, heads, rows, held, kept, int((kept - held).max()))
-    moved = _absorb(_states(layer, rows, held > 0), entries)
+    moved = absorb(_states(layer, rows, held > 0), entries)
     layer.states[rows] = moved.to(layer.states.dtype)
 
 
@@ -263,53 +210,11 @@ def _tokens(inputs: Inputs, with_past: torch.Tensor, heads: DeltaHeads) -> Token
     convolved = F.silu(convolved).to(inputs.mixed.dtype).to(dtype)
     widths = (shape.num_k_heads * shape.k_dim,) * 2 + (shape.num_v_heads * shape.v_dim,)
     queries, keys, values = convolved.split_with_sizes(widths, 2)
-    queries, keys = (_by_value_head(_unit(x.unflatten(2, (-1, shape.k_dim))), heads) for x in (queries, keys))
+    queries, keys = (_by_value_head(unit(x.unflatten(2, (-1, shape.k_dim))), heads) for x in (queries, keys))
     values = values.unflatten(2, (-1, shape.v_dim))
     return Tokens(queries * shape.k_dim**-0.5, keys, values, inputs.log_decays, inputs.betas)
-
-
-def _unit(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
 
 
 def _by_value_head(x: torch.Tensor, heads: DeltaHeads) -> torch.Tensor:
     """Return queries or keys once per value head, [R, n, Hv, Dk]."""
     return x.repeat_interleave(heads.shape.num_v_heads // heads.shape.num_k_heads, 2)
-
-
-def _recur(state: torch.Tensor, before: Entries, tokens: Tokens) -> tuple[torch.Tensor, Entries]:
-    """Return the outputs of n tokens, [R, n, Hv, Dv], and what they add to the state.
-
-    Shapes: state [R, Hv, Dk, Dv], of the tokens before those of `before`.
-    """
-    queries, keys, values, betas = (x.transpose(1, 2) for x in (*tokens[:3], tokens.betas))  # [R, Hv, n, ...]
-    gone = tokens.log_decays.transpose(1, 2).cumsum(2)  # [R, Hv, n] since the first of the step, its own included
-    old_keys, old_values = before.keys.transpose(1, 2), before.values.transpose(1, 2)
-    of_old = before.log_decays.transpose(1, 2)
-    left = of_old.flip(2).cumsum(2).flip(2)
-    whole = left[:, :, :1].exp() if left.shape[2] else torch.ones_like(gone[:, :, :1])
-    rest = (left - of_old).exp()  # of an entry, up to the first token
-
-    def known(x: torch.Tensor) -> torch.Tensor:
-        """Products with the state before the first token."""
-        products = whole.unsqueeze(3) * (x @ state)
-        return products + ((x @ old_keys.transpose(2, 3)) * rest.unsqueeze(2)) @ old_values
-
-    decays = (gone.unsqueeze(3) - gone.unsqueeze(2)).tril().exp().tril()
-    since = gone.exp().unsqueeze(3)
-    beta = betas.unsqueeze(3)
-    system = (beta * (keys @ keys.transpose(2, 3)) * decays).tril(-1)
-    right = beta * (values - since * known(keys))
-    added = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    outputs = since * known(queries) + ((queries @ keys.transpose(2, 3)) * decays) @ added
-    return outputs.transpose(1, 2), Entries(tokens.keys, added.transpose(1, 2), tokens.log_decays)
-
-
-def _absorb(state: torch.Tensor, entries: Entries) -> torch.Tensor:
-    """Return the state after the entries' tokens. Shapes: state [R, Hv, Dk, Dv]."""
-    if not entries.keys.shape[1]:
-        return state
-    decays = entries.log_decays.transpose(1, 2)  # [R, Hv, n]
-    left = decays.flip(2).cumsum(2).flip(2)
-    keys = entries.keys.transpose(1, 2) * (left - decays).exp().unsqueeze(3)
-    return state * left[:, :, 0].exp()[:, :, None, None] + keys.transpose(2, 3) @ entries.values.transpose(1, 2)
