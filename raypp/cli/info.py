@@ -144,7 +144,7 @@ def fit_lines(fit: Mapping[str, Any]) -> Iterator[str]:
     if fit["requests"]:
         yield ""
         yield "requests at once, by their tokens (prompt and output together)"
-        yield from table_lines([_request_row(row) for row in fit["requests"]], "  ")
+        yield from table_lines([_request_row(fit, row) for row in fit["requests"]], "  ")
     if fit["alternatives"]:
         yield ""
         yield "what would fit"
@@ -228,8 +228,10 @@ def _stage_row(fit: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, An
     return row
 
 
-def _request_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    limit = "max_num_seqs" if row["num_requests"] < row["kv_cache_holds"] else "KV cache"
+def _request_row(fit: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    limit = "KV cache"
+    if row["num_requests"] < row["kv_cache_holds"]:
+        limit = "states" if fit["max_num_seqs"] < fit["asked_max_num_seqs"] else "max_num_seqs"
     return {"tokens": row["num_tokens"], "requests": row["num_requests"], "limited by": limit}
 
 

@@ -270,7 +270,17 @@ def plan_engine(config: EngineConfig, hardware: Hardware) -> EnginePlan:
         ModelLoadError: no such model, or one of an architecture that raypp does not have.
         ResourceError: the KV cache is too small for one request.
     """
-    return plan_layout(lay_out(config, hardware, resolve_model_path), hardware)
+    plan = plan_layout(lay_out(config, hardware, resolve_model_path), hardware)
+    asked, held = config.scheduler.max_num_seqs, plan.config.scheduler.max_num_seqs
+    if held < asked:
+        _LOG.warning(
+            "max_num_seqs is %d instead of %d: layers keep a state of each running request, %.0f MiB on a stage; more "
+            "memory, or a smaller max_model_len, leave room for more",
+            held,
+            asked,
+            max(stage.row_bytes for stage in plan.memory) / 2**20,
+        )
+    return plan
 
 
 def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
@@ -331,15 +341,6 @@ def _with_states(
     config: EngineConfig, memory: tuple[StageMemory, ...], num_rows: int
 ) -> tuple[EngineConfig, tuple[StageMemory, ...]]:
     """Return how many requests run at a time, and the stages' memory with their states."""
-    asked = config.scheduler.max_num_seqs
-    if num_rows < asked:
-        _LOG.warning(
-            "max_num_seqs is %d instead of %d: each running request takes %.0f MiB of a stage for states of layers; "
-            "fewer num_kv_blocks, or more memory, leave room for more",
-            num_rows,
-            asked,
-            max(stage.row_bytes for stage in memory) / 2**20,
-        )
     held = tuple(replace(stage, num_rows=num_rows + NUM_PADDING_ROWS) for stage in memory)
     return config.with_settings(max_num_seqs=num_rows), held
 

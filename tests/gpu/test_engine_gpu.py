@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from exactness import ExactComparison
-from hf_models import FAMILIES, make_checkpoint
+from hf_models import FAMILIES, STATE_FAMILIES, make_checkpoint
 
 from raypp import LLM
 from raypp.actors.cluster import Cluster
@@ -67,7 +67,7 @@ def _generator(llm: LLM) -> Callable[[list[list[int]], list[int]], list[list[int
 
 
 @pytest.mark.parametrize("mode", ["none", "auto"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + STATE_FAMILIES)
 def test_stages_of_one_process(tmp_path, family, mode):
     comparison = ExactComparison()
     hardware = Hardware(4, 1 << 34, 1, "this one", torch.cuda.get_device_properties(0).total_memory)

@@ -31,6 +31,7 @@ from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, fold_norm
 from raypp.ops.cuda.step_attention import FlashInferPrefill, SdpaPrefill, missing_for_flashinfer
 from raypp.ops.device_kernels import choose_kernels
 from raypp.ops.kv_cache import FP8, LayerCache
+from raypp.ops.state_sizes import RowState
 from raypp.ops.weight import Weight
 
 CUDA = torch.device("cuda")
@@ -82,6 +83,20 @@ def test_gate(dtype, num_tokens, size):
 @pytest.mark.parametrize("num_tokens", [1, 19, 260])
 def test_heads(heads, num_tokens, has_norm):
     checks.check_heads(BF16, num_tokens, *heads, has_norm)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 19, 260])
+@pytest.mark.parametrize("heads", [(24, 4, 256), (16, 2, 256)], ids=str)
+def test_heads_that_are_rotated_in_part_and_gated(heads, num_tokens):
+    checks.check_heads(BF16, num_tokens, *heads, True, rotary_dim=64, has_gate=True)
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("block_size", "max_drafts"), [(16, 0), (16, 3), (16, 7), (32, 4)])
+@pytest.mark.parametrize("heads", [(16, 48, 128, 128, 4), (16, 32, 128, 128, 4)], ids=str)
+def test_gated_delta(heads, block_size, max_drafts, state_dtype):
+    shape = RowState(*heads, state_dtype)
+    checks.check_gated_delta(BF16, shape, block_size, max_drafts, num_steps=24, most_tokens=300)
 
 
 @pytest.mark.parametrize("seed", range(4))
