@@ -29,6 +29,8 @@ from raypp.ops.weight import Weight
 
 _FUSED_BLOCK = "mlp."
 """Of fused tensors, whatever the family."""
+_LEAST_OUTPUTS = 16
+"""Of a product: kernels are made for no fewer."""
 _QUANTIZED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
 
 
@@ -360,13 +362,15 @@ class SharedMLP:
         hidden, eps, mlp = config.hidden_size, config.rms_norm_eps, weights.below("shared_expert.")
         gate_up = mlp.weight(("gate_proj", "up_proj"), (size, size), hidden)
         self._gate_up = kernels.norm_gated_linear(norm, eps, gate_up)
-        self._share = kernels.norm_linear(norm, eps, weights.weight(("shared_expert_gate",), (1,), hidden))
+        gate = weights.weight(("shared_expert_gate",), (1,), hidden).dequantized(weights.dtype)
+        rows = torch.cat((gate, gate.new_zeros(_LEAST_OUTPUTS - 1, hidden)))
+        self._share = kernels.norm_linear(norm, eps, Weight(rows))
         self.add = kernels.add_linear(mlp.weight(("down_proj",), (hidden,), size))
         """(inner, residual) -> residual + what the MLP gives."""
 
     def inner(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what the last product takes, [T, size]. Shapes: hidden [T, H]."""
-        return self._gate_up(hidden).mul_(torch.sigmoid(self._share(hidden)))
+        return self._gate_up(hidden).mul_(torch.sigmoid(self._share(hidden)[:, :1]))
 
 
 class FusedExperts:
