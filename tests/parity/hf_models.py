@@ -247,7 +247,8 @@ def hf_greedy(path: Path, prompt_token_ids: list[int], num_tokens: int) -> tuple
     Returns:
         The tokens, and for each by how much its logit exceeds the second best.
     """
-    model, cache = load_reference(path), transformers.DynamicCache()
+    model = load_reference(path)
+    cache = transformers.DynamicCache(config=model.config)
     tokens, gaps, inputs = [], [], prompt_token_ids
     for _ in range(num_tokens):
         logits = model(

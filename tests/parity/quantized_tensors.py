@@ -247,24 +247,37 @@ def _joined(numbers: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(rang
     return result if dim else result.t().contiguous()
 
 
-def quantize_checkpoint(form: str, source: Path, quantized: Path, dequantized: Path) -> None:
+def quantize_checkpoint(
+    form: str,
+    source: Path,
+    quantized: Path,
+    dequantized: Path,
+    linear: tuple[str, ...] = LINEAR,
+    left: tuple[str, ...] = (),
+) -> None:
     """Write a checkpoint with the linear layers of another, of one file, in few bits, and one with the same values.
 
-    Queries and values have different act-orders; a gate and what it is multiplied with have one.
+    Queries and values have different act-orders; a gate and what it is multiplied with have one. Linear layers that are
+    `left` in 16 bits are named in config.json.
     """
     small: dict[str, torch.Tensor] = {}
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         module, _, kind = name.rpartition(".")
         layer = module.rpartition(".")[2]
-        if kind != "weight" or layer not in LINEAR:
+        if kind != "weight" or layer not in linear:
             small[name] = plain[name] = tensor
             continue
         tensors, plain[name] = quantized_layer(form, tensor.float(), order_seed=int(layer == "v_proj"))
         small |= {f"{module}.{end}": stored for end, stored in tensors.items()}
-    config = json.loads((source / "config.json").read_text())
+    config, of_form = json.loads((source / "config.json").read_text()), dict(CONFIGS[form])
+    if left and "extra_config" in of_form:
+        of_form["extra_config"] = {f".*{name}": {"bits": 16} for name in (*left, "lm_head")}
+    elif left:
+        name = "ignore" if "config_groups" in of_form else "modules_to_not_convert"
+        of_form[name] = [*of_form.get(name, ()), *(f"re:.*{one}" if name == "ignore" else one for one in left)]
     for directory, tensors, more in (
-        (quantized, small, {"quantization_config": CONFIGS[form]}),
+        (quantized, small, {"quantization_config": of_form}),
         (dequantized, plain, {}),
     ):
         directory.mkdir()

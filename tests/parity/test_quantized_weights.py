@@ -33,7 +33,9 @@ def greedy_tokens(path: Path, prompts: list[list[int]]) -> list[list[int]]:
     return LocalEngine(plan).generate(prompts, SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))
 
 
-def compare_texts(source: Path, quantized: Path, dequantized: Path, **settings: object) -> None:
+def compare_texts(
+    source: Path, quantized: Path, dequantized: Path, linear: tuple[str, ...] = ("_proj",), **settings: object
+) -> None:
     """Check that what one directory generates is what transformers generates from another."""
     fixed = {"block_size": 4, "max_num_batched_tokens": 24, "min_prefill_chunk_tokens": 8, "max_model_len": 128}
     more = {"max_num_seqs": 6, "num_kv_blocks": 200, "stage_num_threads": 1}
@@ -53,7 +55,7 @@ def compare_texts(source: Path, quantized: Path, dequantized: Path, **settings: 
     # The comparison is worth something: rounding changes every linear layer, and the text is no single token.
     plain, original = (load_reference(path).state_dict() for path in (dequantized, source))
     changed = {name for name, tensor in plain.items() if not torch.equal(tensor, original[name])}
-    assert changed == {name for name in plain if "_proj" in name and not name.endswith(".bias")}
+    assert changed == {name for name in plain if any(part in name for part in linear) and not name.endswith(".bias")}
     assert len(set(hf_greedy(dequantized, prompts[0], 16)[0])) > 3
 
 
@@ -71,6 +73,24 @@ def test_greedy_tokens_of_models_with_experts(tmp_path, index, form):
     source = make_checkpoint(family, seed, tmp_path / "source", min_layers=3)
     quantize_checkpoint(form, source, tmp_path / "small", tmp_path / "plain")
     compare_texts(source, tmp_path / "small", tmp_path / "plain", num_stages=1 + index % 3)
+
+
+OF_STATES = ("in_proj_qkv", "in_proj_z", "out_proj")
+STATE_FORMS = ("compressed int4", "fp8 blocks", "awq", "compressed fp8 channel", "auto-round gptq")
+
+
+@pytest.mark.parametrize(
+    ("index", "form"),
+    [pytest.param(*each, marks=[] if not each[0] else pytest.mark.full) for each in enumerate(STATE_FORMS)],
+)
+def test_greedy_tokens_of_models_with_states(tmp_path, index, form):
+    """Two numbers per head stay in 16 bits, as published checkpoints have it."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "hidden_size": 64, "intermediate_size": 64}
+    dims = {"linear_key_head_dim": 16, "linear_value_head_dim": 8, "head_dim": 16}
+    source = make_checkpoint("qwen3_5", (0, 2, 6, 8, 12)[index], tmp_path / "source", min_layers=4, **sizes, **dims)
+    linear, left = LINEAR + OF_STATES, ("in_proj_b", "in_proj_a")
+    quantize_checkpoint(form, source, tmp_path / "small", tmp_path / "plain", linear, left)
+    compare_texts(source, tmp_path / "small", tmp_path / "plain", linear, num_stages=1 + index % 3)
 
 
 IN_CI = ("fp8 blocks", "compressed int4 order")
