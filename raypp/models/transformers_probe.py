@@ -103,7 +103,7 @@ def probe(path: Path, *, trusts_code: bool = False) -> dict[str, Any]:
             raise ModelLoadError(
                 "a layer keeps no keys and values",
                 got=f"layer {witness.index}" + (f", {kinds[witness.index]}" if kinds else ""),
-                expected="layers of attention: raypp keeps no recurrent states yet",
+                expected="layers of attention; of states raypp keeps those of its own layers alone",
             )
     names: dict[object, str] = {module: name for name, module in model.named_modules()}
     names |= {parameter: name for name, parameter in model.named_parameters()}

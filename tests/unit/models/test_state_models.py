@@ -1,0 +1,156 @@
+"""Models whose layers keep a state of each row: what config.json says, what checkpoints hold, and what memory holds."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import STATE_FAMILIES, hf_greedy, make_checkpoint
+from safetensors.torch import load_file, save_file
+
+from raypp.config.engine_config import EngineConfig
+from raypp.errors import ConfigError, ModelLoadError, ResourceError
+from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig
+from raypp.models.config import load_model_config
+from raypp.models.registry import build_model
+from raypp.models.sizes import state_bytes_per_row
+from raypp.models.weights import CheckpointWeights
+from raypp.ops.row_state import allocate_layer_state
+from raypp.ops.state_sizes import RowState
+from raypp.plan.engine_plan import EnginePlan, plan_engine
+from raypp.plan.hardware import Hardware
+from raypp.testing import LocalEngine
+from raypp.types import SamplingParams
+
+LARGE = Path(__file__).parents[3] / "benchmarks/models/qwen3.6-27b"
+GIB = 1 << 30
+
+
+def write_config(path: Path, **changes: Any) -> Path:
+    """Write the config.json of a large model with some fields changed; ... leaves one out."""
+    values = json.loads((LARGE / "config.json").read_text()) | changes
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({name: value for name, value in values.items() if value is not ...}))
+    return path
+
+
+def test_published_sizes() -> None:
+    config = load_model_config(LARGE)
+    attending = [index for index, layer in enumerate(config.attention) if isinstance(layer, AttentionConfig)]
+    assert attending == list(range(3, 64, 4))
+    attention, delta = config.attention[3], config.attention[0]
+    assert isinstance(attention, AttentionConfig)
+    assert attention.rotation[0] == 64
+    assert attention.has_gate
+    assert attention.row_sizes == (24 * 512, 4 * 256, 4 * 256)
+    assert delta == GatedDeltaConfig(num_k_heads=16, num_v_heads=48, k_dim=128, v_dim=128, kernel_size=4)
+    assert delta.row_sizes == (2 * 2048 + 6144, 6144, 96)
+    assert config.windows == (None,)
+    assert (config.group_of(3), config.group_of(4)) == (0, None)
+
+
+def test_the_interval_says_which_layers_attend_where_the_list_does_not(tmp_path: Path) -> None:
+    listed = ["linear_attention", "full_attention"] * 32
+    by_list = load_model_config(write_config(tmp_path / "a", layer_types=listed))
+    by_interval = load_model_config(write_config(tmp_path / "b", full_attention_interval=2))
+    assert by_list.attention == by_interval.attention
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"linear_num_value_heads": 40}, "linear_num_value_heads"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
+        ({"mamba_ssm_dtype": "float16"}, "mamba_ssm_dtype"),
+        ({"partial_rotary_factor": 1.5, "rope_parameters": {"rope_theta": 1e7}}, "partial_rotary_factor"),
+        ({"layer_types": ["linear_attention"] * 64}, "layer_types"),
+        ({"layer_types": ["mamba"] * 64}, "layer_types"),
+    ],
+)
+def test_wrong_fields_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ModelLoadError, match=field):
+        load_model_config(write_config(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("max_drafts", [0, 3, 7])
+def test_planned_bytes_of_a_row_are_what_is_allocated(max_drafts: int) -> None:
+    config = load_model_config(LARGE)
+    planned = state_bytes_per_row(config, 16, max_drafts, 2)
+    shape = config.attention[0].cache
+    assert isinstance(shape, RowState)
+    state = allocate_layer_state(shape, 1, 16, max_drafts, torch.bfloat16, torch.device("cpu"))
+    assert planned[0] == sum(part.nbytes for part in state)
+    assert sum(planned) == 48 * planned[0]
+    a_state_per_token = 48 * 48 * 128 * 128 * 4 * (1 + max_drafts)
+    assert sum(planned) < {0: 1.12, 3: 0.3, 7: 0.16}[max_drafts] * a_state_per_token
+
+
+@pytest.mark.parametrize("family", STATE_FAMILIES)
+def test_weights_take_what_is_planned(tmp_path: Path, family: str) -> None:
+    path = make_checkpoint(family, 0, tmp_path, min_layers=4)
+    config = load_model_config(path)
+    model = build_model(
+        config, start_layer=0, end_layer=config.num_layers, dtype=torch.float32, device=torch.device("cpu")
+    )
+    source = CheckpointWeights(path)
+    model.load_weights(source)
+    assert not source.unread()
+    stored = sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
+    assert model.weight_bytes == stored
+
+
+def test_a_checkpoint_with_a_tower_and_a_draft_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Only its text part is read, and what is left is no warning."""
+    text = make_checkpoint("qwen3_5", 0, tmp_path / "text", min_layers=4)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    tensors = load_file(text / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    others = {"mtp.norm.weight": torch.ones(4), "model.visual.merger.norm.weight": torch.ones(4)}
+    save_file(renamed | others, whole / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((text / "config.json").read_text())
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": values, "vision_config": {"depth": 1}}
+    tied = {"tie_word_embeddings": values["tie_word_embeddings"]}
+    (whole / "config.json").write_text(json.dumps(outer | tied))
+    config = EngineConfig.from_flat(str(whole), num_stages=2, stage_num_threads=1, max_model_len=64, num_kv_blocks=40)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    with caplog.at_level(logging.WARNING):
+        engine = LocalEngine(plan_engine(config, Hardware(1)))
+    assert "not used" not in caplog.text
+    [found] = engine.generate([prompt], [SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)])
+    assert list(found) == hf_greedy(text, prompt, 12)[0]
+
+
+def _plan(**settings: Any) -> EnginePlan:
+    hardware = Hardware(64, 512 * GIB, 2, "this one", 80 * GIB, gpu_capability=(9, 0))
+    fixed = {"load_format": "dummy", "device": "cuda", "num_stages": 2}
+    return plan_engine(EngineConfig.from_flat(str(LARGE), **(fixed | settings)), hardware)
+
+
+def test_states_limit_the_requests_that_run(caplog: pytest.LogCaptureFixture) -> None:
+    plan = _plan()
+    num_rows = plan.config.scheduler.max_num_seqs
+    assert 100 < num_rows < 200
+    assert f"max_num_seqs is {num_rows} instead of 256" in caplog.text
+    assert plan.stage_spec(0).max_num_seqs == num_rows + 2
+    assert [stage.state_bytes for stage in plan.stages] == [(num_rows + 2) * stage.row_bytes for stage in plan.memory]
+    for memory, stage in zip(plan.memory, plan.stages, strict=True):
+        assert memory.taken_bytes + stage.kv_cache_bytes <= memory.share_bytes
+    assert _plan(max_model_len=2048).config.scheduler.max_num_seqs > num_rows
+    assert _plan(max_num_seqs=16).config.scheduler.max_num_seqs == 16
+
+
+def test_asked_blocks_leave_room_for_all_rows() -> None:
+    assert _plan(num_kv_blocks=4000, max_num_seqs=64).config.scheduler.max_num_seqs == 64
+    with pytest.raises(ResourceError, match="does not fit"):
+        _plan(num_kv_blocks=60_000, max_num_seqs=256)
+
+
+def test_prompts_share_nothing() -> None:
+    assert not _plan().scheduler_limits().enable_prefix_caching
+    with pytest.raises(ConfigError, match="cpu_kv_bytes"):
+        _plan(cpu_kv_bytes=GIB)
