@@ -96,7 +96,8 @@ class StageActor:
                 self._spec, model_path=str(resolve_model_path(self._share.model, self._share.revision))
             )
             if self._spec.draft_head is not None and self._spec.is_last:
-                path = str(resolve_draft_head_path(self._spec.draft_head.model))
+                of_head = self._spec.draft_head.model
+                path = self._spec.model_path if of_head is None else str(resolve_draft_head_path(of_head))
                 self._spec = replace(self._spec, draft_head=replace(self._spec.draft_head, path=path))
         build_stage.configure_torch(self._spec.num_threads, self._spec.device)
         if self._model is None:

@@ -183,24 +183,25 @@ def _check_speculative(given: SpeculativeSection) -> None:
             expected="a method",
             hint='speculative.method = "ngram"; with a draft head\'s model, "auto"',
         )
-    if given.uses_head != (given.model is not None):
+    needs_model = given.method in ("eagle", "eagle3")
+    if needs_model and given.model is None:
         raise ConfigError(
-            "speculative.model is required for this method"
-            if given.uses_head
-            else "speculative.model has no effect with this method",
+            "speculative.model is required for this method",
             got=f"speculative.method {given.method}, speculative.model {given.model}",
-            expected="a head's directory or id"
-            if given.uses_head
-            else "a method that drafts by a head: eagle, eagle3, auto",
-            hint='speculative={"method": "eagle3", "model": "tiny-eagle3"}, for the model tiny'
-            if given.uses_head
-            else None,
+            expected="a head's directory or id",
+            hint='speculative={"method": "eagle3", "model": "tiny-eagle3"}, for the model tiny',
+        )
+    if given.model is not None and not needs_model and given.method != "auto":
+        raise ConfigError(
+            "speculative.model has no effect with this method",
+            got=f"speculative.method {given.method}, speculative.model {given.model}",
+            expected="a method that drafts by a head of its own: eagle, eagle3, auto",
         )
     if given.head_weights != "auto" and not given.uses_head:
         raise ConfigError(
             "speculative.head_weights has no effect with this method",
             got=f"speculative.method {given.method}, speculative.head_weights {given.head_weights}",
-            expected="a method that drafts by a head: eagle, eagle3, auto",
+            expected="a method that drafts by a head: eagle, eagle3, mtp, auto",
         )
     if given.min_n > given.max_n:
         raise ConfigError(

@@ -167,13 +167,14 @@ class SchedulerSection(Section):
 class SpeculativeSection(Section):
     """Speculative decoding: several drafts verified in one step. The output is the same with and without."""
 
-    method: Literal["ngram", "eagle", "eagle3", "auto"] | None = None
+    method: Literal["ngram", "eagle", "eagle3", "mtp", "auto"] | None = None
     """What proposes drafts. `ngram`: what followed the last occurrence of the row's newest tokens in its own text.
-    `eagle`, `eagle3`: a head that was trained for the model, `model` says which. `auto`: n-grams where they match, else
-    the head, row by row. None: no drafts."""
+    `eagle`, `eagle3`: a head that was trained for the model, `model` says which. `mtp`: the head in the model's own
+    checkpoint (Qwen3.5, Qwen3-Next). `auto`: n-grams where they match, else the head, row by row: that of `model`, or
+    the model's own. None: no drafts."""
     model: str | None = None
-    """The head: `tiny-eagle3` (shipped with raypp, for `tiny`), a directory, or a Hugging Face id. As a flat setting
-    `model` names the engine's own model, so this one is given within its section."""
+    """The head of `eagle`, `eagle3` or `auto`: `tiny-eagle3` (shipped with raypp, for `tiny`), a directory, or a
+    Hugging Face id. As a flat setting `model` names the engine's own model, so this one is given within its section."""
     head_weights: Literal["auto", "model", "fp8"] = "auto"
     """What a head's weights are read as. `model`: as the model's. `fp8`: where a product has up to 64 rows, in 8
     bits, kept besides: half the bytes of a draft. Drafts are a little worse for it, the text is not: it is the model's.
@@ -200,7 +201,7 @@ class SpeculativeSection(Section):
     @property
     def uses_head(self) -> bool:
         """Whether a head drafts."""
-        return self.method in ("eagle", "eagle3", "auto")
+        return self.method in ("eagle", "eagle3", "mtp", "auto")
 
     @property
     def ladder(self) -> tuple[int, ...]:

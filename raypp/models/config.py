@@ -103,6 +103,7 @@ class ModelConfig:
     trusts_code: bool = False  # whether transformers may run code that comes with the model
     has_fp8_kv_cache: bool = False  # whether the checkpoint was made for a KV cache in 8 bits
     adds_one_to_norms: bool = False  # whether norms multiply by 1 + weight
+    mtp_prefix: str | None = None  # of the tensors of a head that drafts, if the model's checkpoints may have one
     left: tuple[str, ...] = ()  # what the names of tensors begin with that are not used
 
     @property
@@ -223,6 +224,7 @@ def load_model_config(
         quantization=read_quantization(fields),
         has_fp8_kv_cache=has_fp8_kv_cache(fields),
         adds_one_to_norms=family.adds_one_to_norms,
+        mtp_prefix=family.mtp_prefix,
         left=family.left,
     )
 

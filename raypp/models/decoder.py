@@ -183,7 +183,8 @@ class DecoderModel:
                 return int(index) in self._layer_indices
         embeddings = {config.weight_prefix + EMBEDDING} | ({LM_HEAD} if config.tie_word_embeddings else set())
         is_of_tower = config.vision is not None and not name.startswith((config.weight_prefix, LM_HEAD))
-        return self.is_last and name not in embeddings and not is_of_tower and not name.startswith(config.left)
+        is_left = name.startswith(config.left) or (config.mtp_prefix is not None and name.startswith(config.mtp_prefix))
+        return self.is_last and name not in embeddings and not is_of_tower and not is_left
 
     def _load_lm_head(self, whole: WeightReader) -> None:
         config, support, kernels = self._config, self._head_support, self.kernels

@@ -1,7 +1,8 @@
-"""An EAGLE head: one layer that drafts tokens from its target's hidden states. On the last stage.
+"""A draft head: one layer that drafts tokens from its target's hidden states. On the last stage.
 
     eagle   (token, the target's last hidden state)      -> fc -> layer -> the target's LM head
     eagle3  the target's hidden states at three depths   -> fc -> (token, that) -> layer -> norm -> own LM head
+    mtp     norms of (token, the last hidden state)      -> fc -> layer -> norm -> the target's LM head
 
 What enters at position p is the target's state there and the token *after* it; what leaves guesses the token after
 that, and takes the state's place at the next position. Nothing but keys and values of a position is ever needed again,
@@ -21,7 +22,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from raypp.errors import ModelLoadError
 from raypp.models.draft_head_config import DraftHeadConfig
-from raypp.models.layer import AttentionWeights, GatedMLP, inverse_frequencies, read_attention
+from raypp.models.layer import AttentionWeights, GatedMLP, SparseMLP, inverse_frequencies, read_attention, read_norm
 from raypp.models.weights import WeightReader
 from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.backend import JoinedProjection, KernelSet, Projection
@@ -82,13 +83,22 @@ class DraftHead:
             else target.head_embedding()
         )
         fc_bias = weights.tensor("fc.bias", hidden) if config.has_fc_bias else None
-        self._fc = kernels.linear(weights.weight(("fc",), (hidden,), config.fc_inputs), fc_bias)
+        fc = weights.weight(("fc",), (hidden,), config.fc_inputs)
+        self._joining: JoinedProjection | None = None  # of mtp
+        self._last_norm: Projection | None = None  # of mtp, before the LM head and the next draft
+        if config.kind == "mtp":
+            names = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight")
+            of_tokens, of_states, last = (read_norm(layer, weights, name, hidden) for name in names)
+            self._joining = kernels.joined_norms_linear(self._embedding, (of_tokens, of_states), layer.rms_norm_eps, fc)
+            self._last_norm = kernels.norm(last, layer.rms_norm_eps)
+        else:
+            self._fc = kernels.linear(fc, fc_bias)
         below = weights.below(config.layer_prefix)
         attention = read_attention(layer, 0, below.below("self_attn."), config.attention_inputs)
         self._read_entry(below, attention)
         self._attention = kernels.attention(attention.heads)
         self._output = kernels.add_linear(attention.output, attention.output_bias)
-        self._mlp = GatedMLP(layer, below, kernels)
+        self._mlp = (GatedMLP if layer.experts is None else SparseMLP)(layer, below, kernels)
         self._logits = self._read_lm_head(weights)
         self._draft_to_target = _draft_to_target(config, weights) if config.maps_vocabulary else None
         head_dim, self._rope = layer.attending[0].rotation
@@ -102,7 +112,7 @@ class DraftHead:
         self._state_norm: Projection | None = None  # of eagle3, if the normalized state is what the layer adds to
         input_norm = state_norm = None
         if config.has_input_norm:
-            input_norm = weights.tensor("input_layernorm.weight", config.layer.hidden_size)
+            input_norm = read_norm(config.layer, weights, "input_layernorm.weight", config.layer.hidden_size)
         if config.kind == "eagle3":
             state_norm = weights.tensor("hidden_norm.weight", config.layer.hidden_size)
             assert input_norm is not None
@@ -118,7 +128,7 @@ class DraftHead:
         config, kernels = self.config, self._kernels
         vocab_size, hidden, eps = config.layer.vocab_size, config.layer.hidden_size, config.layer.rms_norm_eps
         own = weights.weight(("lm_head",), (vocab_size,), hidden) if config.has_lm_head else None
-        if config.kind == "eagle":  # what it guesses is normalized already
+        if config.kind in ("eagle", "mtp"):  # what it guesses is normalized already
             return self._target.project if own is None else kernels.linear(own)
         norm_weight = weights.tensor("norm.weight", hidden)
         if own is not None:
@@ -131,7 +141,7 @@ class DraftHead:
 
         Shapes: hidden [T, H_t], the residual stream after the last layer; aux one [T, H_t] per depth.
         """
-        if self.config.kind == "eagle":
+        if self.config.kind != "eagle3":
             return self._target.normalize(hidden)
         return self._fc(torch.cat(list(aux), 1))
 
@@ -141,6 +151,9 @@ class DraftHead:
             residual = states if self._state_norm is None else self._state_norm(states)
             return Entered(residual, self._joined(token_ids, states))
         assert self._qkv is not None
+        if self._joining is not None:
+            residual = self._joining(token_ids, states)
+            return Entered(residual, self._qkv(residual))
         residual = self._fc(torch.cat((F.embedding(token_ids, self._embedding), states), 1))
         return Entered(residual, self._qkv(residual))
 
@@ -162,6 +175,8 @@ class DraftHead:
         self._kernels.plan_attention(attention, 0)  # decode rows alone: it takes none of the plans' buffers
         attended = self._attention(entered.qkv, rope, cache, attention)
         hidden = self._mlp(self._output(attended, entered.residual))
+        if self._last_norm is not None:
+            hidden = self._last_norm(hidden)
         token_ids = self._choice.greedy(AdjustedLogits(self._logits(hidden))).clamp(min=0)
         if self._draft_to_target is not None:
             return hidden, self._draft_to_target.index_select(0, token_ids)

@@ -1,9 +1,11 @@
-"""Reads an EAGLE head's kind and sizes, and what it shares with its target, before any weight is read.
+"""Reads a draft head's kind and sizes, and what it shares with its target, before any weight is read.
 
-Two kinds, both of one layer (`raypp.models.draft_head` computes them):
+Three kinds, all of one layer (`raypp.models.draft_head` computes them):
 
     eagle    arXiv:2401.15077: guesses the target's last hidden state after the next token
     eagle3   arXiv:2503.01840: drafts from hidden states of several depths, often for a smaller vocabulary of its own
+    mtp      arXiv:2404.19737, arXiv:2412.19437 section 2.2: like eagle, with norms before and after; a layer of the
+             target's own kind, in the target's checkpoint, with its embedding and LM head
 
 Published heads differ in what they bring, and their config.json says little of it; the names of their tensors do.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +27,7 @@ from raypp.models.families import FAMILIES
 from raypp.models.rope_config import read_rope
 from raypp.models.sizes import layer_sizes
 
-HeadKind = Literal["eagle", "eagle3"]
+HeadKind = Literal["eagle", "eagle3", "mtp"]
 
 _TARGET_NAMES = [name for name, family in FAMILIES.items() if not family.has_vision]
 _DECORATIONS = re.compile(r"eagle3?|forcausallm|speculator|draftmodel|model", re.IGNORECASE)
@@ -60,17 +62,19 @@ class DraftHeadConfig:
     @property
     def fc_inputs(self) -> int:
         """Columns of the product that makes the layer's input."""
-        if self.kind == "eagle":
+        if self.kind != "eagle3":
             return 2 * self.target_hidden_size
         return len(self.aux_depths) * self.target_hidden_size
 
     @property
     def attention_inputs(self) -> int:
         """Columns of the projection to queries, keys and values."""
-        return self.layer.hidden_size * (1 if self.kind == "eagle" else 2)
+        return self.layer.hidden_size * (2 if self.kind == "eagle3" else 1)
 
     def weight_bytes(self, dtype_bytes: int) -> int:
         """Return the bytes of what the last stage loads for it, the target's embedding not counted."""
+        if self.kind == "mtp":
+            return layer_sizes(self.layer, dtype_bytes)[0].weight_bytes + self._joining_bytes(dtype_bytes)
         products = (*self._step_products, self._fc)
         elements = sum(product.elements for product in products) + self._vector_elements
         elements += self.has_embedding * self.target_vocab_size * self.layer.hidden_size
@@ -79,10 +83,17 @@ class DraftHeadConfig:
 
     def drafting_bytes(self, num_drafts: int, dtype_bytes: int) -> int:
         """Return the bytes of weights that are read to propose so many drafts, for up to 64 rows."""
+        if self.kind == "mtp":
+            per_draft = layer_sizes(self.layer, dtype_bytes)[0].reads.of(1) + self._joining_bytes(dtype_bytes)
+            return num_drafts * int(per_draft + self.target_vocab_size * self.layer.hidden_size * dtype_bytes)
         num_fc = num_drafts if self.kind == "eagle" else 1  # eagle3 joins states of the target alone
         others = self._vector_elements + (0 if self.has_lm_head else self.target_vocab_size * self.layer.hidden_size)
         own = sum(self._bytes_read(product, dtype_bytes) for product in self._step_products)
         return num_drafts * (others * dtype_bytes + own) + num_fc * self._bytes_read(self._fc, dtype_bytes)
+
+    def _joining_bytes(self, dtype_bytes: int) -> int:
+        """Return the bytes of what an MTP head has before and after its layer."""
+        return (self._fc.elements + 3 * self.layer.hidden_size) * dtype_bytes
 
     def _bytes_read(self, product: _Product, dtype_bytes: int) -> int:
         return product.rounded_bytes if self.has_8_bit_weights else product.elements * dtype_bytes
@@ -145,6 +156,35 @@ def checkpoint_shapes(path: Path) -> Mapping[str, tuple[int, ...]]:
     from raypp.models.weights import PickledWeights  # with torch, which safetensors' headers do without
 
     return PickledWeights(path / PICKLED_FILE).shapes()
+
+
+def load_mtp_config(path: Path, target: ModelConfig, *, is_dummy: bool = False) -> DraftHeadConfig | None:
+    """Return the head in a model's own checkpoint; None: it has none.
+
+    Args:
+        path: The model's directory.
+        target: The model.
+        is_dummy: There are no weights: all models of its family have a head.
+    """
+    prefix = target.mtp_prefix
+    if prefix is None or not (is_dummy or f"{prefix}fc.weight" in checkpoint_shapes(path)):
+        return None
+    experts = None if target.experts is None else replace(target.experts, dense_layers=frozenset())
+    layer = replace(target, attention=target.attending[:1], experts=experts, weight_prefix=prefix)
+    return DraftHeadConfig(
+        kind="mtp",
+        layer=layer,
+        target_hidden_size=target.hidden_size,
+        target_vocab_size=target.vocab_size,
+        aux_depths=(),
+        layer_prefix="layers.0.",
+        has_fc_bias=False,
+        has_input_norm=True,
+        has_embedding=False,
+        has_lm_head=False,
+        maps_vocabulary=False,
+        norm_before_residual=False,
+    )
 
 
 def load_draft_head_config(path: Path, target: ModelConfig, *, is_dummy: bool = False) -> DraftHeadConfig:

@@ -75,6 +75,7 @@ class Family:
     full_attention_interval: int | None = None
     """Of so many layers one attends, the others are gated delta nets, where `layer_types` does not say it; None: all
     attend."""
+    mtp_prefix: str | None = None  # of the tensors of a head that drafts the next tokens; None: there is none
     left: tuple[str, ...] = ()  # what the names of tensors begin with that raypp has no use for
 
 
@@ -88,9 +89,9 @@ _QWEN3_5 = Family(
     has_output_gate=True,
     adds_one_to_norms=True,
     full_attention_interval=4,
-    left=("mtp.",),
+    mtp_prefix="mtp.",
 )
-_QWEN3_5_BESIDE_TOWER = replace(_QWEN3_5, weight_prefix="model.language_model.", left=("mtp.", "model.visual."))
+_QWEN3_5_BESIDE_TOWER = replace(_QWEN3_5, weight_prefix="model.language_model.", left=("model.visual.",))
 _QWEN3_5_EXPERTS = ExpertFamily(shared="shared_expert_intermediate_size")
 
 

@@ -106,7 +106,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     num_threads = config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages)
     if stored.measured is not None:
         _refuse_for_transformers(config)
-    head, head_path = draft_head(config, model, hardware, device=device, dtype=dtype)
+    head, head_path = draft_head(config, model, hardware, device=device, dtype=dtype, model_path=model_path)
     held = held_model(model, hardware, device=device, dtype=dtype)
     if head is not None and model.windows[0] is not None:
         raise ConfigError(

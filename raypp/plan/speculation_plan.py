@@ -10,7 +10,7 @@ from pathlib import Path
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig
-from raypp.models.draft_head_config import DraftHeadConfig, load_draft_head_config
+from raypp.models.draft_head_config import DraftHeadConfig, load_draft_head_config, load_mtp_config
 from raypp.models.registry import resolve_draft_head_path
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes, total_reads
 from raypp.plan.cost_model import FREE_STEP_TOKENS, step_duration
@@ -70,19 +70,31 @@ def draft_head(
     *,
     device: str,
     dtype: str,
+    model_path: Path,
     find_head: Callable[[str], Path] = resolve_draft_head_path,
 ) -> tuple[DraftHeadConfig | None, Path]:
-    """Return the head that drafts, None when none does, and where it is.
+    """Return the head that drafts, None when none does, and where it is: for one of the model's own at `model_path`.
 
     Raises:
         ConfigError: the head is not of the kind that was asked for, or its weights cannot be.
         ModelLoadError: no such head, or one of another model.
     """
     given = config.speculative
-    if not given.uses_head or given.model is None:
+    if not given.uses_head:
         return None, Path()
+    is_dummy = config.model.load_format == "dummy"
+    if given.model is None:
+        own = load_mtp_config(model_path, model, is_dummy=is_dummy)
+        if own is None:
+            raise ConfigError(
+                "the model has no head of its own that drafts",
+                got=f"speculative.method {given.method}, {model.architecture}",
+                expected="a checkpoint with an MTP head, or speculative.model",
+                hint='speculative.method = "ngram"',
+            )
+        return replace(own, has_8_bit_weights=_has_8_bit_weights(config, hardware, device, dtype)), model_path
     path = find_head(given.model)
-    head = load_draft_head_config(path, model, is_dummy=config.model.load_format == "dummy")
+    head = load_draft_head_config(path, model, is_dummy=is_dummy)
     if given.method not in ("auto", head.kind):
         raise ConfigError(
             "the draft head is not of the kind that was asked for",
@@ -138,7 +150,7 @@ def draft_head_spec(
     """
     # A state is what enters the layer of its depth: so the stage that computes that layer need not be sent it.
     tap_stages = tuple(max(bisect_right(start_layers, depth) - 1, 0) for depth in head.aux_depths)
-    return DraftHeadSpec(model=str(config.speculative.model), path=str(path), config=head, tap_stages=tap_stages)
+    return DraftHeadSpec(model=config.speculative.model, path=str(path), config=head, tap_stages=tap_stages)
 
 
 def speculation_bytes(

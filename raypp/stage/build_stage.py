@@ -107,9 +107,11 @@ def _build_draft_head(spec: StageSpec, head: DraftHeadSpec, config: ModelConfig,
     source: WeightSource = open_weights(spec.load_format, head.path, spec.seed, device)
     if spec.load_format != "dummy" and not has_safetensors(Path(head.path)):
         source = PickledWeights(Path(head.path) / PICKLED_FILE)
-    weights = WeightReader(source, dtype, device)
+    weights, prefix = WeightReader(source, dtype, device), config.mtp_prefix if head.model is None else None
+    if prefix is not None:
+        weights = WeightReader(source, dtype, device, prefix, config.quantization)
     built = DraftHead(head.config, model, weights, kernels, choose_token_choice(device, spec.max_step_rows))
-    warn_of_unread(source, "the draft head", lambda name: name != _TARGET_TO_DRAFT)
+    warn_of_unread(source, "the draft head", lambda name: name != _TARGET_TO_DRAFT and name.startswith(prefix or ""))
     return built
 
 

@@ -32,7 +32,7 @@ class GraphSpec:
 class DraftHeadSpec:
     """The head on the last stage, and who keeps the hidden states that it wants."""
 
-    model: str  # as the user named it
+    model: str | None  # as the user named it; None: it is in the model's own checkpoint
     path: str
     config: DraftHeadConfig
     tap_stages: tuple[int, ...]  # for each of the head's depths, the stage that keeps the states

@@ -10,28 +10,18 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from drafting import NUM_DRAFTS, Witness, make_requests, run
 from eagle_reference import HEADS, ReferenceHead, make_head
-from exactness import TIE_GAP
 from hf_models import make_checkpoint
 
-from raypp.config.engine_config import EngineConfig
-from raypp.plan.engine_plan import plan_engine
-from raypp.plan.hardware import Hardware
-from raypp.request import Request
-from raypp.scheduler.scheduler_stats import SchedulerStats
-from raypp.stage.speculation import Speculation
-from raypp.testing import LocalEngine
 from raypp.transport.schema import Schema
 from raypp.types import SamplingParams
 
-NUM_TOKENS = 20
-NUM_DRAFTS = 3
 # Checkpoints in float32: of each family, one with tied embeddings and one without.
 TARGETS = (("qwen3", 4), ("llama", 4), ("qwen3", 2), ("llama", 2))
 CELLS = list(product(HEADS, range(len(TARGETS)), (1, 2, 3, 4), ("none", "full")))
@@ -44,96 +34,6 @@ def chosen_cells() -> list[tuple[str, int, int, str]]:
     first = [(kind, (i + 1) % len(TARGETS), i + 1, modes[i]) for i, kind in enumerate(HEADS)]
     others = [cell for cell in CELLS if cell not in first]
     return (first + random.Random(0).sample(others, len(others)))[:NUM_CELLS]
-
-
-@dataclass
-class Proposal:
-    """A row's text when it was proposed drafts, and those that it has room for."""
-
-    text: tuple[int, ...]
-    drafts: list[int]
-
-
-class Witness:
-    """Writes down what every row is proposed."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.proposals: list[Proposal] = []
-        original = Speculation.propose
-
-        def propose(speculation, tokens, followed, max_length):
-            drafts = original(speculation, tokens, followed, max_length)
-            rows, lengths = tokens.rows, tokens.lengths
-            table, limits = speculation.tokens.table, speculation.tables._limits.tolist()
-            for row, length, line in zip(rows.tolist(), lengths.tolist(), drafts.tolist(), strict=True):
-                if row < len(table) - 2:  # else padding
-                    room = max(limits[row] - length, 0)  # behind a row's end nothing is kept
-                    self.proposals.append(Proposal(tuple(table[row, :length].tolist()), line[:room]))
-            return drafts
-
-        monkeypatch.setattr(Speculation, "propose", propose)
-
-    def compare(self, reference: ReferenceHead) -> Counter[str]:
-        """Hold every proposal against the reference's; return how many drafts were compared and excused."""
-        counts: Counter[str] = Counter()
-        texts = sorted({proposal.text for proposal in self.proposals})
-        longest = [a for a, b in zip(texts, [*texts[1:], ()], strict=True) if b[: len(a)] != a]
-        states = {text: reference.states(list(text)) for text in longest}
-        expected = {}
-        for proposal in self.proposals:
-            text = proposal.text
-            if text not in expected:
-                whole = next(whole for whole in longest if whole[: len(text)] == text)
-                expected[text] = reference.drafts(states[whole], list(text), NUM_DRAFTS)
-            for draft, guess in zip(proposal.drafts, expected[text], strict=False):
-                counts["compared"] += 1
-                if draft != guess.token_id:
-                    assert guess.gap < TIE_GAP, (text, proposal.drafts, expected[text])
-                    counts["excused"] += 1
-                    break
-        return counts
-
-
-def make_requests(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
-    """Return requests whose prompts share a beginning of two blocks and a half, twice the same one among them."""
-    rng = random.Random(1)
-    shared = [rng.randrange(2, vocab_size) for _ in range(10)]
-    prompts = [shared + [rng.randrange(2, vocab_size) for _ in range(count)] for count in (0, 7, 19, 2, 40, 6)]
-    prompts += [prompts[2], [5], [*shared[:8], 3, 4, 5, 6, 7]]
-    return [
-        (
-            prompt,
-            SamplingParams(
-                max_tokens=NUM_TOKENS - index,
-                temperature=(0.0, 0.7)[index % 3 == 1],
-                seed=index,
-                ignore_eos=True,
-            ),
-        )
-        for index, prompt in enumerate(prompts)
-    ]
-
-
-def run(
-    target: Path, asked: list[tuple[list[int], SamplingParams]], **settings
-) -> tuple[list[Request], SchedulerStats, LocalEngine]:
-    """Return the ended requests; each comes a few steps after the one before."""
-    fixed = {"stage_num_threads": 1, "block_size": 4, "max_model_len": 120, "max_num_seqs": 5}
-    config = EngineConfig.from_flat(str(target), **(fixed | settings))
-    engine = LocalEngine(plan_engine(config, Hardware(1)))
-    requests = []
-    for prompt, params in asked:
-        requests.append(engine.submit(prompt, params))
-        for _ in range(2):
-            engine.step()
-    victim = engine.submit(asked[4][0], asked[4][1])
-    engine.step()
-    engine.abort(victim)
-    while not all(request.finish_reason for request in requests):
-        engine.step()
-        engine.scheduler.check_integrity()
-    engine.drain()
-    return requests, engine.stats(), engine
 
 
 @pytest.fixture(scope="module")

@@ -266,7 +266,8 @@ class LayerAttention:
         batch: AttentionBatch,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        dtype = input_type_in_8_bits(len(qkv)) if self._is_before_8_bits else None
+        narrows = self._is_before_8_bits and not self._heads.has_gate  # a gate is multiplied in 16 bits
+        dtype = input_type_in_8_bits(len(qkv)) if narrows else None
         return self._attention.run(qkv, self._heads, rope, cache, batch, out, dtype)
 
     def append(self, qkv: torch.Tensor, rope: Rotation, cache: LayerCache, slot_mapping: torch.Tensor) -> None:

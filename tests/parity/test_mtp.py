@@ -1,0 +1,94 @@
+"""Drafts of MTP heads are those of transformers' layers put together, and text does not depend on the head."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from drafting import NUM_DRAFTS, Witness, make_requests, run
+from hf_models import hf_greedy, load_reference, make_checkpoint
+from mtp_reference import MtpReference, add_mtp_head, train_mtp_head
+from sizes import sized
+
+from raypp.config.engine_config import EngineConfig
+from raypp.errors import ConfigError
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
+from raypp.types import SamplingParams
+
+CELLS = [("qwen3_5", 0, 2, "none"), ("qwen3_5_moe", 8, 3, "full")]
+CELLS += sized([], [("qwen3_next", 0, 2, "none"), ("qwen3_5", 6, 1, "full"), ("qwen3_5", 12, 4, "none")])
+CELLS += sized([], [("qwen3_5_moe", 2, 1, "none"), ("qwen3_next", 2, 3, "full")])
+"""Families, seeds, stages and modes of graphs."""
+
+
+def _target(family: str, seed: int, path: Path) -> Path:
+    make_checkpoint(family, seed, path, min_layers=4, vocab_size=128)
+    add_mtp_head(path, seed)
+    load_reference.cache_clear()
+    return path
+
+
+def test_drafts_are_those_of_the_reference_and_text_is_that_without_a_head(tmp_path, monkeypatch) -> None:
+    met: Counter[str] = Counter()
+    for number, (family, seed, num_stages, mode) in enumerate(CELLS):
+        target, asked = _target(family, seed, tmp_path / str(number)), make_requests(128)
+        common = {
+            "num_stages": num_stages,
+            "max_num_batched_tokens": 24,
+            "min_prefill_chunk_tokens": 5,
+            "mode": mode,
+            "num_kv_blocks": (34, 200)[number % 2],
+        }
+        plain = [request.output_token_ids for request in run(target, asked, **common)[0]]
+        with monkeypatch.context() as patch:
+            witness = Witness(patch)
+            speculative = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
+            requests, stats, _ = run(target, asked, speculative=speculative, **common)
+        cell = f"{family} {seed}, {num_stages} stages, mode {mode}: {stats}"
+        assert [request.output_token_ids for request in requests] == plain, cell
+        met += witness.compare(MtpReference(target))
+        met["rejected"] += stats.num_draft_tokens - stats.num_accepted_tokens
+        met["preemptions"] += stats.num_preemptions
+    print(f"{len(CELLS)} cells: {dict(met)}")
+    assert met["excused"] <= met["compared"] / 1000
+    assert all(met[name] for name in ("compared", "rejected", "preemptions")), met
+
+
+def test_n_grams_and_the_models_own_head_draft_together(tmp_path) -> None:
+    target, asked = _target("qwen3_5", 0, tmp_path), make_requests(128)
+    plain = [request.output_token_ids for request in run(target, asked, num_stages=2)[0]]
+    found = [
+        [request.output_token_ids for request in run(target, asked, num_stages=2, speculative={"method": method})[0]]
+        for method in ("auto", "mtp")
+    ]
+    assert found == [plain, plain]
+
+
+def test_a_checkpoint_without_a_head_is_refused(tmp_path) -> None:
+    path = make_checkpoint("qwen3_5", 0, tmp_path / "states", min_layers=4)
+    for model in (str(path), "tiny"):
+        with pytest.raises(ConfigError, match="no head of its own"):
+            plan_engine(EngineConfig.from_flat(model, speculative={"method": "mtp"}), Hardware(1))
+
+
+def test_accepted_drafts_of_a_trained_head_are_the_same_on_any_number_of_stages(tmp_path) -> None:
+    target, rng = _target("qwen3_5", 0, tmp_path), random.Random(0)
+    prompts = [[rng.randrange(2, 128) for _ in range(6)] for _ in range(12)]
+    texts = [prompt + hf_greedy(target, prompt, 40)[0] for prompt in prompts]
+    share = train_mtp_head(target, texts, num_steps=sized(60, 300))
+    load_reference.cache_clear()
+    asked = [(prompt, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)) for prompt in prompts]
+    counts, found = [], []
+    for num_stages in (1, 2, 3):
+        speculative = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
+        requests, stats, _ = run(target, asked, num_stages=num_stages, speculative=speculative)
+        counts.append([request.draft_counts.accepted_by_position for request in requests])
+        found.append([request.output_token_ids for request in requests])
+    accepted = stats.num_accepted_tokens / stats.num_draft_tokens
+    print(f"{share:.2f} of guesses are right in training, {accepted:.2f} of drafts accepted")
+    assert found == [[text[6:] for text in texts]] * 3
+    assert counts[0] == counts[1] == counts[2]
+    assert accepted > 0.2
