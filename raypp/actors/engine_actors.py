@@ -162,7 +162,7 @@ class EngineHandle(SupervisedEngine[EngineLife]):
 
     def _plan_anew(self, deadline: Deadline) -> EnginePlan | None:
         """Return the plan for the GPUs of other machines that there are now; None if the one that there is holds."""
-        config, here = self._plan.config, Hardware.of_this_machine()
+        config, here = self._plan.asked, Hardware.of_this_machine()
         if not may_be_elsewhere(config, here):
             return None
         hardware = hardware_of_stages(here, deadline)
@@ -245,7 +245,7 @@ def tune_engine(
     deadline = Deadline(config.faults.start_timeout_s)
     plan, hardware, cluster = connect_and_plan(config, deadline)
     try:
-        num_rows = num_rows or max_step_rows(config)
+        num_rows = num_rows or max_step_rows(plan.config)
         context_len = context_len or default_context_len(plan, num_rows)
         if min(num_rows, context_len) < 1:
             raise ConfigError("nothing can be measured", got=f"{num_rows} rows of {context_len} tokens")

@@ -94,7 +94,8 @@ class CacheSection(Section):
     block_size: int = Field(default=16, ge=1, le=256)
     """Tokens per KV block."""
     num_kv_blocks: int | None = Field(default=None, ge=2)
-    """KV blocks per stage. None: what the memory allows."""
+    """KV blocks per stage. None: what the memory allows, beside the states of running requests where layers have
+    recurrent states."""
     kv_cache_dtype: Annotated[Literal["auto", "model", "fp8"], _also(fp8_e4m3="fp8", float8_e4m3fn="fp8")] = "auto"
     """What keys and values are kept as. `model`: as the activations. `fp8`: float8_e4m3fn, divided by the scales of the
     checkpoint where it has some; half the bytes, so twice the tokens and faster steps with many requests, for a little
@@ -105,7 +106,7 @@ class CacheSection(Section):
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """The share of a GPU's memory that a stage may use, times the share of the GPU it asked Ray for."""
     enable_prefix_caching: bool = True
-    """Reuse the KV of prompt prefixes that were computed before."""
+    """Reuse the KV of prompt prefixes that were computed before. Off for models whose layers have recurrent states."""
     cpu_kv_bytes: int = Field(default=0, ge=0)
     """Bytes of main memory per stage for KV blocks that have to make room in the KV cache: of prefixes, and of requests
     that were preempted. They are copied back where they would be computed again. On GPUs the memory is page-locked. All
@@ -143,7 +144,8 @@ class SchedulerSection(Section):
     """What a step may hold."""
 
     max_num_seqs: int = Field(default=256, ge=1)
-    """Running requests over all cohorts; a step holds at most ceil(max_num_seqs / num_stages) rows."""
+    """Running requests over all cohorts; a step holds at most ceil(max_num_seqs / num_stages) rows. Where layers have
+    recurrent states, fewer if memory lacks room for the states of so many; `num_kv_blocks` keeps the number."""
     max_num_batched_tokens: int = Field(default=2048, ge=1)
     """Tokens that one step may compute."""
     min_prefill_chunk_tokens: int = Field(default=512, ge=1)

@@ -32,6 +32,14 @@ class GatedDeltaConfig:
     v_dim: int
     kernel_size: int
     state_dtype: str = "float32"
+    is_joined: bool = False  # whether checkpoints have its projections as two, sorted by key head (Qwen3-Next)
+
+    @property
+    def joined_rows(self) -> tuple[list[int], list[int]]:
+        """Where rows of `in_proj_qkvz` and `in_proj_ba` lie: all queries, keys, values, gates; all b, all a."""
+        ratio = self.num_v_heads // self.num_k_heads
+        sizes = (self.k_dim, self.k_dim, ratio * self.v_dim, ratio * self.v_dim)
+        return _by_kind(self.num_k_heads, sizes), _by_kind(self.num_k_heads, (ratio, ratio))
 
     @property
     def cache(self) -> RowState:
@@ -48,6 +56,17 @@ class GatedDeltaConfig:
     def output_size(self) -> int:
         """Elements of a token's output."""
         return self.num_v_heads * self.v_dim
+
+
+def _by_kind(num_groups: int, sizes: tuple[int, ...]) -> list[int]:
+    """Return the rows of groups, each of which has all kinds, one kind after the other."""
+    begins = [sum(sizes[:kind]) for kind in range(len(sizes))]
+    return [
+        group * sum(sizes) + begin + row
+        for begin, size in zip(begins, sizes, strict=True)
+        for group in range(num_groups)
+        for row in range(size)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -172,7 +172,7 @@ def load_model_config(
     family = FAMILIES[architecture]
     fields = _text_fields(whole) if isinstance(whole.get("text_config"), dict) else whole
     if rope_scaling is not None:
-        fields = with_rope_scaling(fields, rope_scaling)
+        fields = with_rope_scaling(fields, rope_scaling, family.rotated_share)
     refuse_unsupported(fields)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
@@ -363,11 +363,13 @@ def _read_layers(fields: ConfigFields, family: Family, attention: AttentionConfi
     windows = read_windows(fields, family.windows, num_layers, has_linear=interval is not None)
     if len(linear) == num_layers:
         raise fields.error("layer_types", f"{num_layers} of {_LINEAR}", f"at least one {_FULL}")
-    delta = _read_gated_delta(fields) if linear else attention
+    delta = replace(_read_gated_delta(fields), is_joined=family.has_joined_projections) if linear else attention
     return [delta if index in linear else replace(attention, window=window) for index, window in enumerate(windows)]
 
 
 def _read_gated_delta(fields: ConfigFields) -> GatedDeltaConfig:
+    if fields.get("attn_output_gate") is False:
+        raise fields.error("attn_output_gate", "false", "true: attention's output has a gate in this family")
     num_k_heads, num_v_heads = fields.integer("linear_num_key_heads", 16), fields.integer("linear_num_value_heads", 32)
     if num_v_heads % num_k_heads:
         raise fields.error("linear_num_value_heads", num_v_heads, f"a multiple of linear_num_key_heads={num_k_heads}")

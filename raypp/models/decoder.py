@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -62,6 +62,8 @@ class DecoderLayer(Protocol):
 
     has_experts: bool
     """Whether its MLP is sparse."""
+    kind: Hashable
+    """Layers of one kind differ in the values of their weights alone."""
     output_size: int
     """Elements of attention's output per token, Hq * Dv."""
 
@@ -302,7 +304,7 @@ class CompiledLayer:
     def __init__(
         self, layer: DecoderLayer, before: CompiledFunction, after: CompiledFunction | None, fewest_tokens: int
     ) -> None:
-        self.has_experts, self.output_size = layer.has_experts, layer.output_size
+        self.has_experts, self.output_size, self.kind = layer.has_experts, layer.output_size, layer.kind
         self._layer = layer
         self._before = before
         self._after = after
@@ -352,16 +354,18 @@ def compile_layers(model: DecoderModel, max_tokens: int, backend: str) -> None:
         model.costs["compile"] = GraphCost()
         return
     started = time.perf_counter()
-    dense = next((layer for layer in model.layers if not layer.has_experts), None)
-    sizes = (model.hidden_size, model.layers[0].output_size)
-    hidden, attended = (torch.zeros(1, size, dtype=model.dtype, device=model.device) for size in sizes)
+    of_kinds: dict[Hashable, tuple[CompiledFunction, CompiledFunction | None]] = {}
     sizes_of_steps = {"fewest_tokens": fewest_tokens, "most_tokens": max_tokens}
     with torch.inference_mode():
-        before = CompiledFunction(_before, model.layers[0], (hidden,), **sizes_of_steps, backend=backend)
-        after = None
-        if dense is not None:
-            after = CompiledFunction(_after, dense, (hidden, attended), **sizes_of_steps, backend=backend)
-    num_compiled = before.num_compiled + (0 if after is None else after.num_compiled)
+        for kind, layer in {layer.kind: layer for layer in model.layers}.items():
+            sizes = (model.hidden_size, layer.output_size)
+            hidden, attended = (torch.zeros(1, size, dtype=model.dtype, device=model.device) for size in sizes)
+            before, after = CompiledFunction(_before, layer, (hidden,), **sizes_of_steps, backend=backend), None
+            if not layer.has_experts:
+                after = CompiledFunction(_after, layer, (hidden, attended), **sizes_of_steps, backend=backend)
+            of_kinds[kind] = before, after
+    functions = [function for both in of_kinds.values() for function in both if function is not None]
+    num_compiled = sum(function.num_compiled for function in functions)
     cost = GraphCost(num_compiled, time.perf_counter() - started)
     _LOG.info(
         "%s compiled what is before and after attention, for steps of %d to %d tokens, in %.1f s",
@@ -370,7 +374,5 @@ def compile_layers(model: DecoderModel, max_tokens: int, backend: str) -> None:
         max_tokens,
         cost.seconds,
     )
-    model.layers = [
-        CompiledLayer(layer, before, None if layer.has_experts else after, fewest_tokens) for layer in model.layers
-    ]
+    model.layers = [CompiledLayer(layer, *of_kinds[layer.kind], fewest_tokens) for layer in model.layers]
     model.costs["compile"] = cost

@@ -75,6 +75,7 @@ class Family:
     full_attention_interval: int | None = None
     """Of so many layers one attends, the others are gated delta nets, where `layer_types` does not say it; None: all
     attend."""
+    has_joined_projections: bool = False  # of gated delta nets, see `GatedDeltaConfig`
     mtp_prefix: str | None = None  # of the tensors of a head that drafts the next tokens; None: there is none
     left: tuple[str, ...] = ()  # what the names of tensors begin with that raypp has no use for
 
@@ -159,7 +160,9 @@ FAMILIES = {
     ),
     # Qwen3-Next: gated delta nets and gated attention in turns, with experts.
     "Qwen3NextForCausalLM": replace(
-        _QWEN3_5, experts=ExpertFamily(normalizes="norm_topk_prob", shared="shared_expert_intermediate_size")
+        _QWEN3_5,
+        has_joined_projections=True,
+        experts=ExpertFamily(normalizes="norm_topk_prob", shared="shared_expert_intermediate_size"),
     ),
     # Qwen3.5, 3.6 and 3.8, by itself and beside its vision tower, which is left.
     "Qwen3_5ForCausalLM": _QWEN3_5,

@@ -10,7 +10,7 @@ a layer attends or has a state, and whether its MLP is one gated MLP or experts,
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,12 +150,15 @@ class GatedDeltaMixer:
     ) -> None:
         delta, hidden, weights = config.attention[index], config.hidden_size, weights.below("linear_attn.")
         assert isinstance(delta, GatedDeltaConfig)
-        if weights.has("in_proj_qkvz.weight") or weights.has("in_proj_ba.weight"):
-            weights = weights.of(SortedProjections(weights.source, weights.prefix, delta, hidden))
-        mixed, gates, _ = delta.row_sizes
+        mixed, gates, both = delta.row_sizes
         num_heads, eps = delta.num_v_heads, config.rms_norm_eps
-        inputs = weights.weight(("in_proj_qkv", "in_proj_z"), (mixed, gates), hidden)
-        numbers = weights.weight(("in_proj_b", "in_proj_a"), (num_heads, num_heads), hidden)
+        if delta.is_joined:
+            orders = delta.joined_rows
+            inputs = weights.weight(("in_proj_qkvz",), (mixed + gates,), hidden).sorted_outputs(orders[0])
+            numbers = weights.weight(("in_proj_ba",), (both,), hidden).sorted_outputs(orders[1])
+        else:
+            inputs = weights.weight(("in_proj_qkv", "in_proj_z"), (mixed, gates), hidden)
+            numbers = weights.weight(("in_proj_b", "in_proj_a"), (num_heads, num_heads), hidden)
         self._inputs = kernels.norm_linear(norm, eps, inputs)
         self._numbers = kernels.norm_linear(norm, eps, numbers)
         self.output = kernels.add_linear(weights.weight(("out_proj",), (hidden,), delta.output_size))
@@ -219,6 +222,7 @@ class TransformerLayer:
         make = AttentionMixer if attends else GatedDeltaMixer
         self._mixer: AttentionMixer | GatedDeltaMixer = make(config, index, weights, kernels, norm)
         self.has_experts, self.output_size = config.experts_of(index) is not None, config.attention[index].output_size
+        self.kind: Hashable = (type(self._mixer), config.attention[index].row_sizes, self.output_size, self.has_experts)
         mlp = SparseMLP if self.has_experts else GatedMLP
         self._mlp = mlp(config, weights, kernels)
 
@@ -430,66 +434,6 @@ class FusedExperts:
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a stored tensor; those of single experts are none."""
-        return self._source.shape_of(name)
-
-    def type_of(self, name: str) -> torch.dtype | None:
-        return self._source.type_of(name)
-
-    def unread(self) -> Collection[str]:
-        return self._source.unread()
-
-
-class SortedProjections:
-    """Gives the projections of a gated delta net by kind, out of those of Qwen3-Next. See `WeightSource`.
-
-        stored   in_proj_qkvz: by key head its queries, keys, values and gates; in_proj_ba: likewise b and a
-        given    in_proj_qkv: all queries, all keys, all values; in_proj_z; in_proj_b; in_proj_a
-
-    Args:
-        source: Has the stored tensors.
-        prefix: Before their names.
-        delta: The layer's sizes.
-        hidden_size: H.
-    """
-
-    def __init__(self, source: WeightSource, prefix: str, delta: GatedDeltaConfig, hidden_size: int) -> None:
-        self._source = source
-        ratio = delta.num_v_heads // delta.num_k_heads
-        sizes = (delta.k_dim, delta.k_dim, ratio * delta.v_dim, ratio * delta.v_dim)
-        self._parts = {
-            f"{prefix}in_proj_qkv": ("in_proj_qkvz", sizes, (0, 1, 2)),
-            f"{prefix}in_proj_z": ("in_proj_qkvz", sizes, (3,)),
-            f"{prefix}in_proj_b": ("in_proj_ba", (ratio, ratio), (0,)),
-            f"{prefix}in_proj_a": ("in_proj_ba", (ratio, ratio), (1,)),
-        }
-        self._prefix = prefix
-        self._num_groups = delta.num_k_heads
-        self._hidden_size = hidden_size
-
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Index | None = None) -> torch.Tensor:
-        """Return rows of one kind, or any other tensor of the source.
-
-        Raises:
-            ModelLoadError: the stored tensor is missing, has the wrong shape or type, or cannot be read.
-        """
-        module, _, tensor = name.rpartition(".")
-        if module not in self._parts:
-            return self._source.get(name, shape, dtype, where)
-        stored, sizes, kinds = self._parts[module]
-        if tensor != "weight":
-            raise ModelLoadError(
-                f"there is no tensor {name} for quantized projections of Qwen3-Next",
-                got=f"{self._prefix}{stored} in few bits",
-                expected="in_proj_qkvz and in_proj_ba in 16 or 32 bits",
-                hint="use a checkpoint that leaves linear_attn out of quantization_config",
-            )
-        whole = (self._num_groups * sum(sizes), self._hidden_size)
-        groups = self._source.get(f"{self._prefix}{stored}.weight", whole, dtype).unflatten(0, (self._num_groups, -1))
-        parts = groups.split(sizes, 1)
-        return torch.cat([parts[kind].flatten(0, 1) for kind in kinds])
-
-    def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a stored tensor; those of one kind are none."""
         return self._source.shape_of(name)
 
     def type_of(self, name: str) -> torch.dtype | None:

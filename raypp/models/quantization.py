@@ -109,8 +109,12 @@ def _names_module(names: frozenset[str], patterns: list[re.Pattern[str]], module
     return any(pattern.match(module) for pattern in patterns)
 
 
-ONLINE_FP8 = Quantization(format="online_fp8", block=(1, 0), skipped=("gate", "router", "shared_expert_gate"))
-"""Weights in 16 bits that become FP8 when they are read, with a scale per output; what chooses experts stays."""
+_GATES = ("gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
+ONLINE_FP8 = Quantization(format="online_fp8", block=(1, 0), skipped=_GATES)
+"""Weights in 16 bits that become FP8 when they are read, with a scale per output.
+
+What chooses experts stays, and so does what a whole state decays by.
+"""
 
 
 def read_quantization(fields: ConfigFields) -> Quantization | None:

@@ -40,6 +40,10 @@ _FIELDS = (
 )
 
 
+_KEPT = ("rope_theta", "mrope_section", "mrope_interleaved", "partial_rotary_factor")
+"""Fields that another scaling does not change."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding: the base, and how its frequencies are stretched for longer contexts."""
@@ -96,7 +100,7 @@ def read_rope(
     rope = RopeConfig(theta=scaling.number("rope_theta", 10000.0), share=float(rotated))
     if rope_type == "default":
         return replace(rope, mrope_section=_mrope_section(fields, scaling)), num_positions
-    if scaling.get("mrope_section") is not None:
+    if scaling.get("mrope_section") is not None and share is None:  # such families read text alone
         raise fields.error(f"{name}.rope_type", repr(rope_type), "default beside mrope_section")
     of_original = fields if fields.get(_ORIGINAL) is not None else scaling  # as transformers has it
     if rope_type == "llama3":
@@ -116,10 +120,12 @@ def read_rope(
     return _read_yarn(rope, scaling, factor, original), num_positions
 
 
-def with_rope_scaling(fields: ConfigFields, rope_scaling: Mapping[str, Any]) -> ConfigFields:
-    """Return the fields with another `rope_scaling`.
+def with_rope_scaling(
+    fields: ConfigFields, rope_scaling: Mapping[str, Any], share: float | None = None
+) -> ConfigFields:
+    """Return the fields with another `rope_scaling`; `share` is as in `read_rope`.
 
-    The base stays that of the file, unless it is given, and so does the original context.
+    The base stays that of the file, unless it is given, and so do the original context and the share of a head.
 
     Raises:
         ModelLoadError: a field of the setting is unknown, missing or wrong.
@@ -133,12 +139,13 @@ def with_rope_scaling(fields: ConfigFields, rope_scaling: Mapping[str, Any]) -> 
         if factor < 1:
             raise setting.error("factor", factor, "at least 1, by which positions are stretched")
     _, scaling = _scaling_section(fields)
-    kept = {name: scaling.get(name) for name in ("rope_theta", "mrope_section", "mrope_interleaved")}
+    kept = {name: scaling.get(name) for name in _KEPT}
     original = scaling.get(_ORIGINAL) or fields.get(_ORIGINAL) or fields.get(_MAX)
     changed = {**kept, _ORIGINAL: original, **rope_scaling}
     others = {name: value for name, value in fields.values.items() if name not in ("rope_parameters", _ORIGINAL)}
     values = {**others, "rope_scaling": changed}
-    read_rope(ConfigFields(_SETTINGS, values), fields.integer(_MAX, 1))  # what is wrong is no fault of the file's
+    # What is wrong is no fault of the file's.
+    read_rope(ConfigFields(_SETTINGS, values), fields.integer(_MAX, 1), share=share)
     return ConfigFields(fields.file, values)
 
 

@@ -191,7 +191,8 @@ def _products(config: ModelConfig, index: int) -> tuple[list[_Product], list[_Pr
         block, inner = "self_attn.", [("q_proj", sum(attention.row_sizes))]
     else:
         mixed, gates, numbers = attention.row_sizes
-        block, inner = "linear_attn.", [("in_proj_qkv", mixed + gates), ("in_proj_b", numbers)]
+        first, second = ("in_proj_qkvz", "in_proj_ba") if attention.is_joined else ("in_proj_qkv", "in_proj_b")
+        block, inner = "linear_attn.", [(first, mixed + gates), (second, numbers)]
     shared = [_Product(block + name, rows, hidden) for name, rows in inner]
     shared.append(_Product(block + ("o_proj" if block == "self_attn." else "out_proj"), hidden, attention.output_size))
     experts = config.experts_of(index)

@@ -102,6 +102,21 @@ class Weight:
         scale, zero, order = (None if part is None else change(part) for part in (self.scale, self.zero, self.order))
         return replace(self, data=change(self.data), scale=scale, zero=zero, order=order)
 
+    def sorted_outputs(self, order: Sequence[int]) -> Weight:
+        """Return the weight with its outputs in another order: output i is the one that was order[i]."""
+        rows = self.block[0]
+        firsts = order[::rows]
+        are_whole = list(order) == [first + row for first in firsts for row in range(rows)]
+        if are_whole and not any(first % rows for first in firsts):
+            return self._with_outputs(order, [first // rows for first in firsts])
+        return by_output(self)._with_outputs(order, order)
+
+    def _with_outputs(self, outputs: Sequence[int], blocks: Sequence[int]) -> Weight:
+        of_outputs, of_blocks = (torch.tensor(each, device=self.data.device) for each in (outputs, blocks))
+        data = self.data.view(torch.uint8) if self.data.element_size() == 1 else self.data
+        scale, zero = (None if part is None else part.index_select(-2, of_blocks) for part in (self.scale, self.zero))
+        return replace(self, data=data.index_select(-2, of_outputs).view(self.data.dtype), scale=scale, zero=zero)
+
     def _spread(self, by_block: torch.Tensor) -> torch.Tensor:
         """Return a number per block as one per element."""
         rows, columns = self.block

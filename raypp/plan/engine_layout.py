@@ -28,7 +28,7 @@ from raypp.plan.speculation_plan import (
     ngram_window,
     speculation_bytes,
 )
-from raypp.plan.stage_memory import StageMemory, memory_of_stages, stage_weight_bytes
+from raypp.plan.stage_memory import StageMemory, memory_of_stages, stage_weight_bytes, with_fitting_rows
 from raypp.stage.stage_spec import DraftHeadSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
@@ -42,7 +42,8 @@ _TILE = 64
 class EngineLayout:
     """An engine without its KV blocks."""
 
-    config: EngineConfig
+    asked: EngineConfig
+    config: EngineConfig  # the same, but for what states of rows change: how many requests run, no prefix cache
     model_path: str
     model: ModelConfig
     held_model: ModelConfig  # with the form that its weights have on the device: what sizes are counted of
@@ -86,7 +87,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         ModelLoadError: no such model, or one of an architecture that raypp does not have.
         ResourceError: there is no GPU, and one is asked for.
     """
-    model_path = find_model(config.model.model, config.model.revision)
+    asked, model_path = config, find_model(config.model.model, config.model.revision)
     read = load_model_config(
         model_path,
         impl=config.model.model_impl,
@@ -141,19 +142,26 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         dtype_bytes=dtype_bytes,
         num_threads=num_threads,
     )
-    memory = memory_of_stages(
-        config,
-        hardware,
-        model,
-        device=device,
-        dtype_bytes=dtype_bytes,
-        weight_bytes=weight_bytes,
-        block_bytes=block_bytes,
-        row_bytes=row_bytes,
-        speculation_bytes=speculation_bytes(config, model, window, head_spec, dtype_bytes),
-        item_bytes=encoders.item_bytes,
-    )
+
+    def memory_of(config: EngineConfig) -> tuple[StageMemory, ...]:
+        return memory_of_stages(
+            config,
+            hardware,
+            model,
+            device=device,
+            dtype_bytes=dtype_bytes,
+            weight_bytes=weight_bytes,
+            block_bytes=block_bytes,
+            row_bytes=row_bytes,
+            speculation_bytes=speculation_bytes(config, model, window, head_spec, dtype_bytes),
+            item_bytes=encoders.item_bytes,
+        )
+
+    if any(row_bytes) and config.cache.num_kv_blocks is None:
+        config = with_fitting_rows(config, model, memory_of, on_gpu=device != "cpu")
+    memory = memory_of(config)
     return EngineLayout(
+        asked=asked,
         config=config,
         model_path=str(model_path),
         model=model,

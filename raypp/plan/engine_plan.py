@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from raypp.plan.graph_plan import describe_graphs, graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware
 from raypp.plan.speculation_plan import check_host_memory, draft_cost, draft_policy, resolved_speculation, table_bytes
 from raypp.plan.stage_memory import (
-    StageMemory,
     block_mix,
     check_cpu_memory,
     check_main_memory,
@@ -274,7 +273,7 @@ def plan_engine(config: EngineConfig, hardware: Hardware) -> EnginePlan:
     asked, held = config.scheduler.max_num_seqs, plan.config.scheduler.max_num_seqs
     if held < asked:
         _LOG.warning(
-            "max_num_seqs is %d instead of %d: layers keep a state of each running request, %.0f MiB on a stage; more "
+            "max_num_seqs is %d instead of %d: layers keep a state of each running request, %.1f MiB on a stage; more "
             "memory, or a smaller max_model_len, leave room for more",
             held,
             asked,
@@ -293,8 +292,6 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
     block_bytes, mix = [stage.block_bytes for stage in memory], block_mix(config, model)
     choose = num_blocks_on_cpu if layout.device == "cpu" else num_blocks_on_gpus
     num_blocks = mix.of(choose(config, mix, memory))
-    if model.has_row_states:
-        config, memory = _with_states(config, memory, mix.rows(num_blocks[0]))
     num_in_cpu_memory = num_cpu_blocks(config, memory, num_blocks)
     if layout.device == "cpu":
         num_held = list(map(add, num_blocks, num_in_cpu_memory))
@@ -319,7 +316,7 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
     )
     has_defaults = config.model.generation_config == "auto"
     return EnginePlan(
-        **{**vars(layout), "config": config, "memory": memory},
+        **vars(layout),
         transport=_transport(config, layout.device),
         max_model_len=longest_request(config, model, mix, num_blocks),
         groups=tuple(
@@ -335,14 +332,6 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
         stages=stages,
         sampling_defaults=read_sampling_defaults(Path(layout.model_path)) if has_defaults else {},
     )
-
-
-def _with_states(
-    config: EngineConfig, memory: tuple[StageMemory, ...], num_rows: int
-) -> tuple[EngineConfig, tuple[StageMemory, ...]]:
-    """Return how many requests run at a time, and the stages' memory with their states."""
-    held = tuple(replace(stage, num_rows=num_rows + NUM_PADDING_ROWS) for stage in memory)
-    return config.with_settings(max_num_seqs=num_rows), held
 
 
 def _described(reads: WeightReads) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Fit:
     @property
     def max_num_seqs(self) -> int:
         """Requests that run at a time: as many as asked for, or as many states as there is room for."""
-        return (self.config if self.plan is None else self.plan.config).scheduler.max_num_seqs
+        return self.layout.config.scheduler.max_num_seqs
 
     def request_lengths(self) -> list[int]:
         """Return the lengths to count requests of, in tokens, ascending."""
@@ -123,7 +123,7 @@ class Fit:
         }
 
     def _stage(self, index: int) -> dict[str, Any]:
-        memory, start = (self.plan or self.layout).memory[index], self.layout.start_layers[index]
+        memory, start = self.layout.memory[index], self.layout.start_layers[index]
         groups = () if self.plan is None else self.plan.groups
         kv_bytes = memory.kv([group.num_blocks for group in groups]) if groups else None
         cpu_kv_bytes = memory.kv([group.num_cpu_blocks for group in groups])
@@ -165,7 +165,7 @@ def check_fit(
             num_machines = _placed(layout, machines)
         plan = plan_layout(layout, hardware)
         if layout.device == "cpu" and machines is not None:  # else there may be others in the cluster
-            check_one_machine(plan.memory, [group.num_blocks + group.num_cpu_blocks for group in plan.groups])
+            check_one_machine(layout.memory, [group.num_blocks + group.num_cpu_blocks for group in plan.groups])
     except ResourceError as error:
         plan, problem = None, error
     return Fit(

@@ -106,13 +106,14 @@ def measure_costs(
         num_prompt_tokens: Of the prompt that each step computes besides; 0: it only decodes.
     """
     sizes = layer_sizes(plan.held_model, plan.dtype_bytes)
+    of_layers = [(type(mixer), size) for mixer, size in zip(plan.held_model.attention, sizes, strict=True)]
     kinds = {
-        size: _measure_kind(plan, sizes.index(size), num_rows, context_len, params, num_prompt_tokens)
-        for size in dict.fromkeys(sizes)
+        kind: _measure_kind(plan, of_layers.index(kind), num_rows, context_len, params, num_prompt_tokens)
+        for kind in dict.fromkeys(of_layers)
     }
-    layer_ms = tuple(kinds[size].layers_ms[0] for size in sizes)
+    layer_ms = tuple(kinds[kind].layers_ms[0] for kind in of_layers)
     reads_per_ms = sum(size.reads.of(num_rows + num_prompt_tokens) for size in sizes) / sum(layer_ms)
-    return replace(kinds[sizes[0]], layers_ms=layer_ms, drafting_ms=_drafting_bytes(plan) / reads_per_ms)
+    return replace(kinds[of_layers[0]], layers_ms=layer_ms, drafting_ms=_drafting_bytes(plan) / reads_per_ms)
 
 
 def _measure_kind(
@@ -467,7 +468,7 @@ def tune_partition(plan: EnginePlan, hardware: Hardware, measured: MeasuredCosts
 
     best = fastest_partition(costs, num_stages, room)
     return Tuning(
-        config=plan.config.with_settings(layer_partition=best),
+        config=plan.asked.with_settings(layer_partition=best),
         measured=measured,
         best=split(best),
         even=split(even_partition(num_layers, num_stages)),

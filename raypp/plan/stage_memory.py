@@ -9,7 +9,7 @@ others are kept in the main memory of the stages' machines.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import mul
@@ -61,7 +61,6 @@ class BlockMix:
         step_tokens: Of one step.
         tokens_ahead: That steps in flight may write of a row.
         usual_length: Tokens of a request.
-        least_rows: Requests that must be able to run at a time, if layers keep states of them.
     """
 
     windows: tuple[int | None, ...]
@@ -70,16 +69,15 @@ class BlockMix:
     step_tokens: int
     tokens_ahead: int
     usual_length: int
-    least_rows: int = 1
 
-    def rows(self, num_blocks: int) -> int:
-        """Return the rows of a model whose layers keep states of them: as many as requests of a usual length fit."""
-        fitting = (num_blocks - 1) // -(-self.usual_length // self.block_size)
-        return max(self.least_rows, min(self.most_rows, fitting))
+    @property
+    def usual_blocks(self) -> int:
+        """Of a request of a usual length, of the first group."""
+        return -(-self.usual_length // self.block_size)
 
     def of(self, num_blocks: int) -> tuple[int, ...]:
         """Return the blocks of each group, null blocks included, where the first has so many."""
-        num_rows = min(self.most_rows, (num_blocks - 1) / -(-self.usual_length // self.block_size))
+        num_rows = min(self.most_rows, (num_blocks - 1) / self.usual_blocks)
         step_blocks = -(-self.step_tokens // self.block_size)
         return (
             num_blocks,
@@ -94,17 +92,14 @@ class BlockMix:
         assert window is not None, "there is one group without a window, the first"
         return -(-(window + self.tokens_ahead) // self.block_size) + 1
 
-    def most(self, block_bytes: Sequence[int], num_bytes: int, row_bytes: int = 0) -> int:
+    def most(self, block_bytes: Sequence[int], num_bytes: int) -> int:
         """Return the largest number of blocks of the first group with which all groups take at most `num_bytes`.
 
-        Below 2 where nothing fits; `block_bytes` has what a block takes, by group, and `row_bytes` what states of a row
-        do.
+        Below 2 where nothing fits; `block_bytes` has what a block takes, by group.
         """
 
         def taken(num_blocks: int) -> int:
-            states = (self.rows(num_blocks) + NUM_PADDING_ROWS) * row_bytes
-            blocks: int = sum(map(mul, self.of(num_blocks), block_bytes))
-            return blocks + states
+            return sum(map(mul, self.of(num_blocks), block_bytes))
 
         low, high = 0, 1
         while taken(high) <= num_bytes:
@@ -143,7 +138,7 @@ class StageMemory:
     item_bytes: int  # embeddings of images, on the first stage
     block_bytes: tuple[int, ...]  # of one KV block, by group of layers
     row_bytes: int = 0  # of one row's states
-    num_rows: int = 0  # that have states, padding included; 0 until it is decided
+    num_rows: int = 0  # that have states, padding included
 
     @property
     def state_bytes(self) -> int:
@@ -162,7 +157,7 @@ class StageMemory:
 
     def max_blocks(self, mix: BlockMix) -> int:
         """Return the KV blocks of the first group for which the rest of the share suffices, all groups counted."""
-        return mix.most(self.block_bytes, self.share_bytes - self.taken_bytes, self.row_bytes)
+        return mix.most(self.block_bytes, self.share_bytes - self.taken_bytes)
 
 
 def memory_of_stages(
@@ -208,6 +203,7 @@ def memory_of_stages(
             item_bytes=item_bytes if index == 0 else 0,
             block_bytes=tuple(block),
             row_bytes=states,
+            num_rows=config.scheduler.max_num_seqs + NUM_PADDING_ROWS if any(row_bytes) else 0,
         )
         for index, (weights, block, states, kept) in enumerate(
             zip(weight_bytes, block_bytes, row_bytes, speculation_bytes, strict=True)
@@ -236,7 +232,6 @@ def block_mix(config: EngineConfig, model: ModelConfig) -> BlockMix:
         step_tokens=config.scheduler.max_num_batched_tokens,
         tokens_ahead=(most_steps + 1) * (1 + config.speculative.max_drafts),
         usual_length=min(longest, _USUAL_LENGTH),
-        least_rows=1 if config.cache.num_kv_blocks is None else config.scheduler.max_num_seqs,
     )
 
 
@@ -253,16 +248,69 @@ def num_blocks_on_cpu(config: EngineConfig, mix: BlockMix, memory: Sequence[Stag
     """
     if config.cache.num_kv_blocks is not None:
         return config.cache.num_kv_blocks
-    num_blocks = min(mix.most(stage.block_bytes, config.cache.kv_cache_bytes, stage.row_bytes) for stage in memory)
+    num_blocks = _most_by_cache_bytes(config, mix, memory)
     if num_blocks < 2:
-        least = max(stage.kv(mix.of(2)) + (mix.rows(2) + NUM_PADDING_ROWS) * stage.row_bytes for stage in memory)
+        least = max(stage.kv(mix.of(2)) + stage.state_bytes for stage in memory)
         raise ResourceError(
             "the KV cache is too small for one block",
             got=f"kv_cache_bytes={config.cache.kv_cache_bytes}",
-            expected=f"at least {least} (the null block and one more)",
+            expected=f"at least {least} (the null block and one more{_and_states(memory)})",
             hint="raise kv_cache_bytes or lower block_size",
         )
     return num_blocks
+
+
+def _most_by_cache_bytes(config: EngineConfig, mix: BlockMix, memory: Sequence[StageMemory]) -> int:
+    """Return the KV blocks of the first group that `kv_cache_bytes` of every stage hold beside the states of rows."""
+    room = config.cache.kv_cache_bytes
+    return min(mix.most(stage.block_bytes, room - stage.state_bytes) for stage in memory)
+
+
+def _and_states(memory: Sequence[StageMemory]) -> str:
+    largest = max(memory, key=lambda stage: stage.row_bytes)
+    if not largest.row_bytes:
+        return ""
+    return f", and states of {largest.num_rows} rows, each {largest.row_bytes / 2**20:.1f} MiB"
+
+
+def with_fitting_rows(
+    config: EngineConfig,
+    model: ModelConfig,
+    memory_of: Callable[[EngineConfig], Sequence[StageMemory]],
+    *,
+    on_gpu: bool,
+) -> EngineConfig:
+    """Return the configuration with as many running requests as fit with their states and a usual length of KV.
+
+    At most `max_num_seqs`, and at least a request for each stage if that is no more. What steps and graphs take falls
+    with the rows, too.
+
+    Args:
+        config: What is asked for, without `num_kv_blocks`.
+        model: Its layers keep states of rows.
+        memory_of: Returns what the stages take with a configuration.
+        on_gpu: Where the stages run.
+    """
+
+    def at(num_rows: int) -> EngineConfig:
+        return config.with_settings(max_num_seqs=num_rows)
+
+    def fits(num_rows: int) -> bool:
+        memory, mix = memory_of(at(num_rows)), block_mix(at(num_rows), model)
+        if on_gpu:
+            num_blocks = min(stage.max_blocks(mix) for stage in memory)
+        else:
+            num_blocks = _most_by_cache_bytes(config, mix, memory)
+        return num_blocks - 1 >= num_rows * mix.usual_blocks
+
+    asked = config.scheduler.max_num_seqs
+    low, high = min(asked, config.parallel.num_stages), asked
+    if fits(high):
+        return config
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return at(low)
 
 
 def stage_budget_bytes(
@@ -353,11 +401,13 @@ def num_blocks_on_gpus(config: EngineConfig, mix: BlockMix, memory: Sequence[Sta
             f"weights {stage.weight_bytes / 2**30:.2f}, a step's tensors {stage.step_bytes / 2**30:.2f}, "
             f"tables and states of speculation {stage.speculation_bytes / 2**30:.2f}, "
             f"embeddings of images {stage.item_bytes / 2**30:.2f}, "
-            f"libraries and graphs {(stage.library_bytes + stage.graph_bytes) / 2**30:.2f}; "
+            f"libraries and graphs {(stage.library_bytes + stage.graph_bytes) / 2**30:.2f}"
+            f"{_and_states(memory)}; "
             f"the rest: {max(held, 0)} KV blocks",
             expected=f"at least {asked or 2} KV blocks of {sum(stage.block_bytes)} bytes",
             hint="more stages, a larger stage_num_gpus or gpu_memory_utilization, "
-            "or smaller max_num_batched_tokens, ngram_window or num_kv_blocks; `raypp info` says what would fit",
+            "or smaller max_num_batched_tokens, max_num_seqs, ngram_window or num_kv_blocks; `raypp info` says what "
+            "would fit",
         )
     return asked or held
 

@@ -56,7 +56,7 @@ class SupervisedEngine(ABC, Generic[LifeT]):
     @property
     def config(self) -> EngineConfig:
         """The configuration of the present life."""
-        return self._plan.config
+        return self._plan.asked
 
     def plan(self) -> dict[str, Any]:
         """Return layers, bytes and blocks per stage."""
@@ -65,7 +65,7 @@ class SupervisedEngine(ABC, Generic[LifeT]):
     def restart(self, config: EngineConfig) -> None:
         """Start the engine again as configured, under its requests; see `raypp.api.launch.EngineHandle`."""
         with self._restart_lock:
-            check_change(self._plan.config, config)
+            check_change(self._plan.asked, config)
             plan = self._make_plan(config)
             if (room := _longest_request(plan)) < (wanted := _longest_request(self._plan)):
                 raise ConfigError(

@@ -93,6 +93,17 @@ def test_greedy_tokens_of_models_with_states(tmp_path, index, form):
     compare_texts(source, tmp_path / "small", tmp_path / "plain", linear, num_stages=1 + index % 3)
 
 
+@pytest.mark.parametrize("form", [pytest.param("awq", marks=pytest.mark.full), "fp8 blocks"])
+def test_greedy_tokens_of_joined_projections(tmp_path, form):
+    """Qwen3-Next stores them by key head: outputs are sorted with their scales."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "hidden_size": 64, "intermediate_size": 64}
+    dims = {"linear_key_head_dim": 24, "linear_value_head_dim": 12, "head_dim": 16, "moe_intermediate_size": 24}
+    source = make_checkpoint("qwen3_next", 0, tmp_path / "source", min_layers=4, **sizes, **dims)
+    linear, left = (*LINEAR, "in_proj_qkvz", "out_proj"), ("in_proj_ba", "mlp.gate", "shared_expert_gate")
+    quantize_checkpoint(form, source, tmp_path / "small", tmp_path / "plain", linear, left)
+    compare_texts(source, tmp_path / "small", tmp_path / "plain", linear, num_stages=2)
+
+
 IN_CI = ("fp8 blocks", "compressed int4 order")
 
 

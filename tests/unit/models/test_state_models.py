@@ -16,9 +16,11 @@ from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ModelLoadError, ResourceError
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig
 from raypp.models.config import load_model_config
+from raypp.models.decoder import compile_layers
 from raypp.models.registry import build_model
 from raypp.models.sizes import state_bytes_per_row
 from raypp.models.weights import CheckpointWeights
+from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.row_state import allocate_layer_state
 from raypp.ops.state_sizes import RowState
 from raypp.plan.engine_plan import EnginePlan, plan_engine
@@ -69,6 +71,7 @@ def test_the_interval_says_which_layers_attend_where_the_list_does_not(tmp_path:
         ({"partial_rotary_factor": 1.5, "rope_parameters": {"rope_theta": 1e7}}, "partial_rotary_factor"),
         ({"layer_types": ["linear_attention"] * 64}, "layer_types"),
         ({"layer_types": ["mamba"] * 64}, "layer_types"),
+        ({"attn_output_gate": False}, "attn_output_gate"),
     ],
 )
 def test_wrong_fields_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], field: str) -> None:
@@ -148,6 +151,59 @@ def test_asked_blocks_leave_room_for_all_rows() -> None:
     assert _plan(num_kv_blocks=4000, max_num_seqs=64).config.scheduler.max_num_seqs == 64
     with pytest.raises(ResourceError, match="does not fit"):
         _plan(num_kv_blocks=60_000, max_num_seqs=256)
+
+
+def test_what_steps_take_falls_with_the_rows() -> None:
+    """Else a plan would keep memory for 256 rows with drafts, and run two."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 7}
+    few, asked = _plan(speculative=drafts, num_stages=1, max_num_seqs=32), _plan(speculative=drafts, num_stages=1)
+    assert asked.config.scheduler.max_num_seqs >= few.config.scheduler.max_num_seqs > 10
+    assert asked.memory[0].step_bytes <= few.memory[0].step_bytes
+    assert asked.asked.scheduler.max_num_seqs == 256
+    assert asked.asked.cache.enable_prefix_caching
+
+
+def test_rows_fit_a_cache_of_given_bytes_on_a_cpu(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3_5", 0, tmp_path, min_layers=4)
+    sizes = {"max_model_len": 256, "num_stages": 2, "stage_num_threads": 1}
+    plans = [
+        plan_engine(EngineConfig.from_flat(str(path), kv_cache_bytes=count, **sizes), Hardware(2))
+        for count in (1 << 21, 1 << 30)
+    ]
+    rows = [plan.config.scheduler.max_num_seqs for plan in plans]
+    assert 2 <= rows[0] < rows[1] == 256
+    for memory in plans[0].memory:
+        assert memory.state_bytes + memory.kv([plans[0].num_blocks]) <= 1 << 21
+    with pytest.raises(ResourceError, match="states of 4 rows"):
+        plan_engine(EngineConfig.from_flat(str(path), kv_cache_bytes=4096, **sizes), Hardware(2))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_a_part_of_a_head_stays_a_part_with_other_scaling(tmp_path: Path, family: str) -> None:
+    path = make_checkpoint(family, 3, tmp_path, min_layers=4)
+    before = load_model_config(path)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    after = load_model_config(path, rope_scaling=yarn)
+    [one, *_], [other, *_] = before.attending, after.attending
+    assert one.rotation[0] == other.rotation[0] < one.head_dim
+    assert other.rotation[1].rope_type == "yarn"
+
+
+@pytest.mark.parametrize("family", STATE_FAMILIES)
+def test_layers_of_each_kind_are_compiled(tmp_path: Path, family: str) -> None:
+    config = load_model_config(make_checkpoint(family, 0, tmp_path, min_layers=4))
+    sizes = {"start_layer": 0, "end_layer": config.num_layers, "dtype": torch.float32, "device": torch.device("cpu")}
+    model = build_model(config, **sizes, kernels=TorchKernels(torch.float32, packs_weights=False))
+    model.load_weights(CheckpointWeights(tmp_path))
+    own = list(model.layers)
+    compile_layers(model, 40, "aot_eager")
+    with torch.inference_mode():
+        for layer, twin in zip(model.layers, own, strict=True):
+            for count in (1, 7):
+                hidden, attended = torch.randn(count, config.hidden_size), torch.randn(count, twin.output_size)
+                torch.testing.assert_close(layer.before_attention(hidden), twin.before_attention(hidden))
+                found = layer.after_attention(hidden.clone(), attended)
+                torch.testing.assert_close(found, twin.after_attention(hidden.clone(), attended))
 
 
 def test_prompts_share_nothing() -> None:

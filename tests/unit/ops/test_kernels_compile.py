@@ -82,6 +82,10 @@ def test_kernels_compile(tmp_path: Path, capability: int) -> None:
         "_hold",
         "_verify",
         "_propose",
+        "_convolve",
+        "_replay",
+        "_gated_norm",
+        "_gate_heads",
     }
     digests = sorted({kernel["digest"] for kernel in kernels})
     kernels = [kernel for kernel in kernels if not kernel["is_known"]]
