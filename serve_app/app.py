@@ -169,7 +169,9 @@ def _routing(settings: HttpSettings) -> dict[str, Any]:
 
 
 def takes_pictures(config: EngineConfig) -> bool:
-    """Return whether the model has a vision tower. One that cannot be read here is the replica's to complain of."""
+    """Return whether the model takes images. One that cannot be read here is the replica's to complain of."""
+    if not config.encoder.num_encoders:
+        return False
     try:
         return load_model_config(resolve_model_path(config.model.model, config.model.revision)).vision is not None
     except ModelLoadError:

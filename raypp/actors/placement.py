@@ -194,7 +194,10 @@ def check_capacity(nodes: Sequence[Node], bundles: Sequence[Mapping[str, float]]
     wanted = _sum(bundles)
     total = {name: sum(node.resources.get(name, 0.0) for node in nodes) for name in wanted}
     lacking = {name: amount for name, amount in wanted.items() if amount > total[name] + _ROUNDING}
-    hint = "add nodes, or ask for less: num_stages, stage_num_gpus, num_encoders, encoder_num_gpus, placement"
+    hint = (
+        "add nodes, or ask for less: num_stages, stage_num_gpus, num_encoders (0 if all prompts are text), "
+        "encoder_num_gpus, placement"
+    )
     if lacking:
         raise ResourceError(
             "the Ray cluster lacks resources for the engine",

@@ -80,12 +80,13 @@ def _check_prompts(config: EngineConfig, prompts: Sequence[str], images: Sequenc
     if images:
         settings = config.model
         path, trusts_code = resolve_model_path(settings.model, settings.revision), settings.trust_remote_code
-        if load_model_config(path, impl=settings.model_impl, trusts_code=trusts_code).vision is None:
+        has_tower = load_model_config(path, impl=settings.model_impl, trusts_code=trusts_code).vision is not None
+        if not (has_tower and config.encoder.num_encoders):
             raise RequestError(
                 "this model takes no images",
-                got=f"--image {images[0]}",
+                got=f"--image {images[0]}" + (", num_encoders=0" if has_tower else ""),
                 expected="text only",
-                hint="leave --image out, or choose a model with vision, such as tiny-vl",
+                hint="leave --image out, or choose a model with vision, such as tiny-vl, and num_encoders >= 1",
             )
         fetcher = Fetcher(config.images)
         for image in images:

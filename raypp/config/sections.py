@@ -330,8 +330,9 @@ class FaultsSection(Section):
 class EncoderSection(Section):
     """The encoders of a model that takes images; without effect on others."""
 
-    num_encoders: int = Field(default=1, ge=1, le=64)
-    """Encoder actors, each with the whole encoder. Images are shared out to them by what they cost."""
+    num_encoders: int = Field(default=1, ge=0, le=64)
+    """Encoder actors, each with the whole encoder. Images are shared out to them by what they cost. 0: the model reads
+    text alone, and its vision tower takes no GPU."""
     encoder_num_gpus: float = Field(default=1.0, gt=0, le=1)
     """The share of a GPU that an encoder asks Ray for, and of its memory that it may use (times
     gpu_memory_utilization). With 0.2, and stage_num_gpus = 0.8, an encoder and a stage share one."""

@@ -104,7 +104,6 @@ class ModelConfig:
     has_fp8_kv_cache: bool = False  # whether the checkpoint was made for a KV cache in 8 bits
     adds_one_to_norms: bool = False  # whether norms multiply by 1 + weight
     mtp_prefix: str | None = None  # of the tensors of a head that drafts, if the model's checkpoints may have one
-    left: tuple[str, ...] = ()  # what the names of tensors begin with that are not used
 
     @property
     def num_layers(self) -> int:
@@ -198,7 +197,7 @@ def load_model_config(
             family.layer_attention(fields, index, layer) if isinstance(layer, AttentionConfig) else layer
             for index, layer in enumerate(layers)
         ]
-    vision = read_vision_config(path, whole, hidden_size) if family.has_vision else None
+    vision = None if family.vision is None else read_vision_config(path, whole, hidden_size, family.vision)
     if vision is not None and rope.mrope_section is None:
         raise fields.error("rope_parameters.mrope_section", "nothing", "three numbers of pairs: time, height, width")
     if vision is not None and len(vision.deepstack_layers) > num_layers:
@@ -225,7 +224,6 @@ def load_model_config(
         has_fp8_kv_cache=has_fp8_kv_cache(fields),
         adds_one_to_norms=family.adds_one_to_norms,
         mtp_prefix=family.mtp_prefix,
-        left=family.left,
     )
 
 

@@ -23,6 +23,7 @@ from raypp.models.config import EMBEDDING, LM_HEAD, ModelConfig
 from raypp.models.draft_head import DraftHead
 from raypp.models.layer import TransformerLayer, axis_frequencies, inverse_frequencies, read_norm
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes
+from raypp.models.vision_config import TOWER_PREFIX
 from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.backend import KernelSet, LMHead, Projection
@@ -184,9 +185,9 @@ class DecoderModel:
             if index.isdecimal() and int(index) < config.num_layers:
                 return int(index) in self._layer_indices
         embeddings = {config.weight_prefix + EMBEDDING} | ({LM_HEAD} if config.tie_word_embeddings else set())
-        is_of_tower = config.vision is not None and not name.startswith((config.weight_prefix, LM_HEAD))
-        is_left = name.startswith(config.left) or (config.mtp_prefix is not None and name.startswith(config.mtp_prefix))
-        return self.is_last and name not in embeddings and not is_of_tower and not is_left
+        is_of_tower = name.startswith(TOWER_PREFIX)
+        is_of_head = config.mtp_prefix is not None and name.startswith(config.mtp_prefix)
+        return self.is_last and name not in embeddings and not is_of_tower and not is_of_head
 
     def _load_lm_head(self, whole: WeightReader) -> None:
         config, support, kernels = self._config, self._head_support, self.kernels

@@ -29,7 +29,7 @@ from raypp.models.sizes import layer_sizes
 
 HeadKind = Literal["eagle", "eagle3", "mtp"]
 
-_TARGET_NAMES = [name for name, family in FAMILIES.items() if not family.has_vision]
+_TARGET_NAMES = [name for name, family in FAMILIES.items() if family.vision is None]
 _DECORATIONS = re.compile(r"eagle3?|forcausallm|speculator|draftmodel|model", re.IGNORECASE)
 _FAMILY_NAMES = {"", *(_DECORATIONS.sub("", name) for name in _TARGET_NAMES)}  # "": the head names no family
 _EXPECTED = "an EAGLE or EAGLE-3 head, such as LlamaForCausalLMEagle3 or EagleLlamaForCausalLM"

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from raypp.models.vision_config import VisionFamily
+
 if TYPE_CHECKING:
     from raypp.models.attention_config import AttentionConfig
     from raypp.models.config_fields import ConfigFields
@@ -65,7 +67,7 @@ class Family:
     default_head_dim: int | None = None  # where config.json says nothing; None: hidden_size / num_attention_heads
     default_max_position_embeddings: int
     weight_prefix: str = "model."  # of the language model's tensors, but for the LM head's
-    has_vision: bool = False  # config.json has `text_config` and `vision_config`; see `raypp.models.qwen3_vl`
+    vision: VisionFamily | None = None  # config.json has `text_config` and `vision_config`; see `models.qwen3_vl`
     windows: Windows | None = None  # None: all layers see all tokens, whatever `sliding_window` says
     layer_attention: LayerAttention | None = None  # where layers differ in more than the window: returns a layer's own
     experts: ExpertFamily | None = None  # None: all layers are dense
@@ -77,9 +79,9 @@ class Family:
     attend."""
     has_joined_projections: bool = False  # of gated delta nets, see `GatedDeltaConfig`
     mtp_prefix: str | None = None  # of the tensors of a head that drafts the next tokens; None: there is none
-    left: tuple[str, ...] = ()  # what the names of tensors begin with that raypp has no use for
 
 
+_QWEN3_VL_TOWER = VisionFamily(vision_start_token_id=151652, has_deepstack=True)
 _QWEN3_5 = Family(
     qkv_bias="attention_bias",
     attention_output_bias="attention_bias",
@@ -92,7 +94,11 @@ _QWEN3_5 = Family(
     full_attention_interval=4,
     mtp_prefix="mtp.",
 )
-_QWEN3_5_BESIDE_TOWER = replace(_QWEN3_5, weight_prefix="model.language_model.", left=("model.visual.",))
+_QWEN3_5_BESIDE_TOWER = replace(
+    _QWEN3_5,
+    weight_prefix="model.language_model.",
+    vision=VisionFamily(vision_start_token_id=248053, has_deepstack=False),
+)
 _QWEN3_5_EXPERTS = ExpertFamily(shared="shared_expert_intermediate_size")
 
 
@@ -146,7 +152,7 @@ FAMILIES = {
         default_head_dim=128,
         default_max_position_embeddings=128000,
         weight_prefix="model.language_model.",
-        has_vision=True,
+        vision=_QWEN3_VL_TOWER,
     ),
     # Qwen3-VL with experts; its vision tower is the same.
     "Qwen3VLMoeForConditionalGeneration": Family(
@@ -155,7 +161,7 @@ FAMILIES = {
         qk_norm=True,
         default_max_position_embeddings=128000,
         weight_prefix="model.language_model.",
-        has_vision=True,
+        vision=_QWEN3_VL_TOWER,
         experts=ExpertFamily(),
     ),
     # Qwen3-Next: gated delta nets and gated attention in turns, with experts.
@@ -164,7 +170,7 @@ FAMILIES = {
         has_joined_projections=True,
         experts=ExpertFamily(normalizes="norm_topk_prob", shared="shared_expert_intermediate_size"),
     ),
-    # Qwen3.5, 3.6 and 3.8, by itself and beside its vision tower, which is left.
+    # Qwen3.5, 3.6 and 3.8, by itself and beside a vision tower: Qwen3-VL's, without deepstack.
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5_BESIDE_TOWER,
     "Qwen3_5MoeForCausalLM": replace(_QWEN3_5, experts=_QWEN3_5_EXPERTS),

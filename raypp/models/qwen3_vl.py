@@ -1,4 +1,4 @@
-"""Qwen3-VL's vision tower. Its language model is Qwen3 with three-axis rotary positions, see `raypp.models.families`.
+"""The vision tower of Qwen3-VL, and of Qwen3.5, 3.6 and 3.8, which has no deepstack.
 
     patches -> patch embedding + learned positions -> blocks -> merge 2 x 2 patches -> a row per token
                                                        |
@@ -7,7 +7,10 @@
 Every image attends to itself alone. The same forward runs eagerly and inside of graphs; see `raypp.encoder.protocol`,
 whose questions are answered here.
 
-Source: the published checkpoints' config.json and tensor names; transformers 5.17, `models/qwen3_vl`.
+Their language models have rotary positions along three axes, see `raypp.models.families`.
+
+Source: the published checkpoints' config.json and tensor names; transformers 5.17, `models/qwen3_vl`,
+`models/qwen3_5`.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 
 from raypp.encoder.protocol import BatchShape, BudgetRange, EncodedItem, EncoderGraphConfig, Per, TensorSpec
-from raypp.models.vision_config import VisionConfig
+from raypp.models.vision_config import TOWER_PREFIX, VisionConfig
 from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.host_to_device import concatenated
 from raypp.ops.vision import RotateQk, choose_rotate_qk, linear_gelu_tanh, segment_attention
@@ -33,7 +36,6 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(x, weight, bias) -> y."""
 
-_PREFIX = "model.visual."
 _NORM_EPS = 1e-6
 _MAX_GRAPH_TOKENS = 2048  # of 32 x 32 pixels each; more keep an H200 busy for longer than launching takes
 
@@ -65,7 +67,7 @@ class Qwen3VLVisionTower:
         self._config = config
         self._dtype = dtype
         self._device = device
-        weights = WeightReader(source, dtype, device, _PREFIX)
+        weights = WeightReader(source, dtype, device, TOWER_PREFIX)
         hidden = config.hidden_size
         patch_shape = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
         # A convolution whose steps are as long as its kernel is one product.

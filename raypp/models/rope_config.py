@@ -97,11 +97,10 @@ def read_rope(
         rotated = share or 1.0
     if isinstance(rotated, bool) or not isinstance(rotated, int | float) or not 0.0 < rotated <= 1.0:
         raise fields.error("partial_rotary_factor", repr(rotated), "a number above 0, at most 1")
-    rope = RopeConfig(theta=scaling.number("rope_theta", 10000.0), share=float(rotated))
+    section = _mrope_section(fields, scaling)
+    rope = RopeConfig(theta=scaling.number("rope_theta", 10000.0), share=float(rotated), mrope_section=section)
     if rope_type == "default":
-        return replace(rope, mrope_section=_mrope_section(fields, scaling)), num_positions
-    if scaling.get("mrope_section") is not None and share is None:  # such families read text alone
-        raise fields.error(f"{name}.rope_type", repr(rope_type), "default beside mrope_section")
+        return rope, num_positions
     of_original = fields if fields.get(_ORIGINAL) is not None else scaling  # as transformers has it
     if rope_type == "llama3":
         return _read_llama3(rope, scaling, of_original), num_positions

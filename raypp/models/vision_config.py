@@ -12,7 +12,18 @@ from pathlib import Path
 
 from raypp.models.config_fields import ConfigFields, read_json
 
+TOWER_PREFIX = "model.visual."
+"""Of the tower's tensors in a checkpoint."""
+
 _HALF = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionFamily:
+    """What config.json says nothing of, about the tower of a family of models."""
+
+    vision_start_token_id: int  # those of the end, images and videos are near it
+    has_deepstack: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +85,14 @@ class VisionConfig:
         return self.image_pixels.max_pixels // self.side_factor**2
 
 
-def read_vision_config(path: Path, whole: ConfigFields, text_hidden_size: int) -> VisionConfig:
+def read_vision_config(path: Path, whole: ConfigFields, text_hidden_size: int, family: VisionFamily) -> VisionConfig:
     """Return the tower's configuration of a model directory.
 
     Args:
         path: The directory.
         whole: Its config.json.
         text_hidden_size: Of the language model, which the tower's rows must fit.
+        family: The model's.
 
     Raises:
         ModelLoadError: a missing or wrong field.
@@ -103,7 +115,7 @@ def read_vision_config(path: Path, whole: ConfigFields, text_hidden_size: int) -
         _preprocessor(path, "preprocessor_config.json"),
         _preprocessor(path, "video_preprocessor_config.json"),
     )
-    rope = fields.get("rope_parameters") or {}
+    rope, start = fields.get("rope_parameters") or {}, family.vision_start_token_id
     return VisionConfig(
         depth=fields.integer("depth", 27),
         hidden_size=hidden_size,
@@ -115,12 +127,12 @@ def read_vision_config(path: Path, whole: ConfigFields, text_hidden_size: int) -
         spatial_merge_size=fields.integer("spatial_merge_size", 2),
         out_hidden_size=out_hidden_size,
         grid_side=math.isqrt(positions),
-        deepstack_layers=_deepstack_layers(fields),
+        deepstack_layers=_deepstack_layers(fields) if family.has_deepstack else (),
         rope_theta=ConfigFields(whole.file, rope).number("rope_theta", 10000.0),
-        image_token_id=whole.integer("image_token_id", 151655),
-        video_token_id=whole.integer("video_token_id", 151656),
-        vision_start_token_id=whole.integer("vision_start_token_id", 151652),
-        vision_end_token_id=whole.integer("vision_end_token_id", 151653),
+        image_token_id=whole.integer("image_token_id", start + 3),
+        video_token_id=whole.integer("video_token_id", start + 4),
+        vision_start_token_id=whole.integer("vision_start_token_id", start),
+        vision_end_token_id=whole.integer("vision_end_token_id", start + 1),
         image_mean=images.numbers("image_mean", _HALF),
         image_std=images.numbers("image_std", _HALF),
         image_pixels=_pixel_bounds(images, PixelBounds(min_pixels=65536, max_pixels=16777216)),

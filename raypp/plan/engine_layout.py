@@ -95,6 +95,8 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         rope_scaling=config.model.rope_scaling,
         max_model_len=config.model.max_model_len,
     )
+    if not config.encoder.num_encoders:
+        read = replace(read, vision=None)
     config = _for_row_states(config, read)
     described = with_even_routing(config, read)
     stored = described if config.model.load_format == "dummy" else as_stored(described, model_path)

@@ -216,6 +216,7 @@ def _placed(layout: EngineLayout, machines: Sequence[Machine]) -> int:
             "there are too few GPUs",
             got=f"{counted(num_gpus, 'GPU')} on {counted(len(machines), 'machine')}, placement={strategy}",
             expected=f"room for {counted(len(layout.layers), 'stage')}{encoders}, which ask for {sum(shares):g} GPUs",
+            hint="num_encoders = 0 if all prompts are text" if encoders else None,
         )
     return num_machines
 

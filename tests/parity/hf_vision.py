@@ -1,13 +1,14 @@
-"""Small random Qwen3-VL checkpoints, and what transformers makes of pictures and prompts with them.
+"""Small random Qwen3-VL and Qwen3.5 checkpoints, and what transformers makes of pictures and prompts with them.
 
 Over the seeds they vary in the sizes of both halves, in taps, patches, learned positions, in how a head's pairs are
-shared out to axes, in which form config.json is written, and some have experts.
+shared out to axes, in which form config.json is written, some have experts, and some gated delta nets.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import shutil
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,50 +30,62 @@ from raypp.prompt_items import EncoderItem, PromptItems
 
 IMAGE, VIDEO, VISION_START, VISION_END = 2, 3, 4, 5
 FIRST_TEXT_TOKEN = 6
+_MARKS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _SECTIONS = {16: ([4, 2, 2], [2, 3, 3]), 24: ([4, 4, 4], [6, 3, 3]), 32: ([6, 5, 5], [8, 4, 4])}
 
 
-_EXPERTS = {5: (5, 2), 6: (3, 1), 9: (12, 4)}
+_EXPERTS = {5: (5, 2), 6: (3, 1), 9: (12, 4), 13: (5, 2), 15: (4, 1)}
 """By seed, experts that there are, and by token."""
+STATE_SEEDS = range(12, 16)
+"""Of Qwen3.5: gated delta nets in most layers, no deepstack, a quarter or half of a head is rotated."""
 
 
-def make_vision_checkpoint(seed: int, directory: Path, *, min_layers: int = 2) -> Path:
-    """Write a random model to `directory` and return it. Equal arguments, equal files."""
+def make_vision_checkpoint(seed: int, directory: Path, *, min_layers: int = 2, like: Path | None = None) -> Path:
+    """Write a random model to `directory` and return it. Equal arguments, equal files.
+
+    It has the tokenizer of the model `like`, if that is given; else none.
+    """
     rng = random.Random(f"vision-{seed}")
     head_dim, num_layers = rng.choice(list(_SECTIONS)), max(min_layers, rng.randint(2, 6))
     depth, patch_size = rng.randint(2, 4), rng.choice((4, 6, 8))
-    num_taps = min(seed % 4, depth, num_layers)
+    has_states = seed in STATE_SEEDS
+    num_taps = 0 if has_states else min(seed % 4, depth, num_layers)
     hidden_size, vision_heads = rng.choice((32, 48, 64)), rng.choice((1, 2))
     ratio = (1, 2, 4)[seed % 3]
     experts = {}
     if seed in _EXPERTS:
         num_experts, num_chosen = _EXPERTS[seed]
         experts = {"num_experts": num_experts, "num_experts_per_tok": num_chosen, "moe_intermediate_size": 24}
-    config_class, model_class = (
-        (transformers.Qwen3VLMoeConfig, transformers.Qwen3VLMoeForConditionalGeneration)
-        if experts
-        else (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration)
-    )
+    name = _class_name(has_states=has_states, has_experts=bool(experts))
+    config_class, model_class = (getattr(transformers, name + end) for end in ("Config", "ForConditionalGeneration"))
+    token_ids = dict(zip(_MARKS, (IMAGE, VIDEO, VISION_START, VISION_END), strict=True))
+    vocab_size, eos_token_id = rng.choice((160, 256)), 1
+    if like is not None:
+        theirs = json.loads((like / "config.json").read_text())
+        token_ids = {name: theirs[name] for name in _MARKS}
+        vocab_size, eos_token_id = (theirs["text_config"][name] for name in ("vocab_size", "eos_token_id"))
     config = config_class(
         text_config={
             **experts,
-            "vocab_size": rng.choice((160, 256)),
+            "vocab_size": vocab_size,
             "hidden_size": hidden_size,
             "intermediate_size": rng.choice((48, 64)),
             "num_hidden_layers": num_layers,
             "num_attention_heads": ratio,
             "num_key_value_heads": 1,
-            "head_dim": head_dim,
+            "head_dim": head_dim * (2 if has_states else 1),
             "max_position_embeddings": 1024,
             "attention_bias": seed % 5 == 3,
-            "initializer_range": rng.choice((0.2, 0.25)),
+            "initializer_range": rng.choice((0.1, 0.12) if has_states else (0.2, 0.25)),
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": rng.choice((1000.0, 10000.0, 5e6)),
                 "mrope_section": rng.choice(_SECTIONS[head_dim]),
                 "mrope_interleaved": True,
+                **({"partial_rotary_factor": 0.5} if has_states else {}),
             },
-            "eos_token_id": 1,
+            "eos_token_id": eos_token_id,
+            **(_states(rng, num_layers) if has_states else {}),
         },
         vision_config={
             "depth": depth,
@@ -84,38 +97,61 @@ def make_vision_checkpoint(seed: int, directory: Path, *, min_layers: int = 2) -
             "spatial_merge_size": rng.choice((2, 2, 3)),
             "out_hidden_size": hidden_size,
             "num_position_embeddings": rng.choice((9, 16, 64)),
-            "deepstack_visual_indexes": sorted(rng.sample(range(depth), num_taps)),
+            **({} if has_states else {"deepstack_visual_indexes": sorted(rng.sample(range(depth), num_taps))}),
             "initializer_range": 0.2,
         },
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=VISION_START,
-        vision_end_token_id=VISION_END,
+        **token_ids,
         tie_word_embeddings=seed % 4 in (1, 2),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = model_class(config)
-        _randomize(model)
+        _randomize(model, adds_one=has_states)
     model.save_pretrained(directory)
+    for name in () if like is None else ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(like / name, directory)
     factor = patch_size * config.vision_config.spatial_merge_size
     bounds = {"shortest_edge": 2 * factor**2, "longest_edge": 24 * factor**2}
     images = {"size": bounds, "image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.3, 0.25]}
     (directory / "preprocessor_config.json").write_text(json.dumps(images))
     video = {"size": {"shortest_edge": 4 * factor**2, "longest_edge": 40 * factor**2}}
     (directory / "video_preprocessor_config.json").write_text(json.dumps(video))
-    if seed % 2:
+    if seed % 2 and not has_states:
         _write_published_form(directory / "config.json")
         _turn_experts(directory / "model.safetensors")
     return directory
 
 
+def _class_name(*, has_states: bool, has_experts: bool) -> str:
+    """Return what names of transformers' classes begin with."""
+    return ("Qwen3_5" if has_states else "Qwen3VL") + ("Moe" if has_experts else "")
+
+
+def _states(rng: random.Random, num_layers: int) -> dict[str, Any]:
+    """Return sizes of gated delta nets; the last layer attends, and sometimes the first."""
+    kinds = ["linear_attention"] * (num_layers - 1) + ["full_attention"]
+    kinds[0] = rng.choice(kinds)
+    num_k_heads = rng.choice((1, 2))
+    return {
+        "layer_types": kinds,
+        "linear_num_key_heads": num_k_heads,
+        "linear_num_value_heads": num_k_heads * rng.choice((1, 2)),
+        "linear_key_head_dim": rng.choice((8, 12)),
+        "linear_value_head_dim": rng.choice((8, 20)),
+        "linear_conv_kernel_dim": 4,
+        "shared_expert_intermediate_size": 16,
+    }
+
+
 @torch.no_grad()
-def _randomize(model: Any) -> None:
+def _randomize(model: Any, *, adds_one: bool) -> None:
     """Make visible what initialization hides: norms are not one, biases not zero."""
     for name, parameter in model.named_parameters():
         if "norm" in name and name.endswith("weight"):
-            parameter.copy_(1.0 + 0.3 * torch.randn_like(parameter))
+            is_offset = adds_one and ".visual." not in name and not name.endswith("linear_attn.norm.weight")
+            parameter.copy_((0.0 if is_offset else 1.0) + 0.3 * torch.randn_like(parameter))
+        elif name.endswith("conv1d.weight"):
+            parameter.copy_(0.4 * torch.randn_like(parameter))
         elif name.endswith("bias"):
             parameter.copy_(0.1 * torch.randn_like(parameter))
         elif name.endswith("pos_embed.weight"):
@@ -192,8 +228,9 @@ def pixel_values(path: Path, item: EncoderItem) -> torch.Tensor:
 @lru_cache(maxsize=2)
 def load_vision_reference(path: Path) -> Any:
     """Return transformers' model of a directory, in float32."""
-    has_experts = load_model_config(path).experts is not None
-    model_class = getattr(transformers, f"Qwen3VL{'Moe' if has_experts else ''}ForConditionalGeneration")
+    config = load_model_config(path)
+    name = _class_name(has_states=config.has_row_states, has_experts=config.experts is not None)
+    model_class = getattr(transformers, name + "ForConditionalGeneration")
     model = model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     return model.eval()
 
@@ -204,7 +241,7 @@ def hf_rows(path: Path, items: list[EncoderItem]) -> list[torch.Tensor]:
     pixels = torch.cat([pixel_values(path, item) for item in items])
     grids = torch.tensor([item.grid_thw for item in items])
     found = load_vision_reference(path).model.get_image_features(pixels, grids)
-    rows = torch.stack([torch.cat(found.pooler_output), *found.deepstack_features])
+    rows = torch.stack([torch.cat(found.pooler_output), *getattr(found, "deepstack_features", ())])
     return list(rows.split([item.num_tokens for item in items], dim=1))
 
 
@@ -213,7 +250,8 @@ def hf_vision_choices(
     path: Path, prompt: list[int], items: PromptItems | None, output: list[int]
 ) -> tuple[list[int], list[float]]:
     """Return transformers' choice at each token of an output, and how much it prefers that; see `hf_choices`."""
-    model, cache = load_vision_reference(path), transformers.DynamicCache()
+    model = load_vision_reference(path)
+    cache = transformers.DynamicCache(config=model.config.get_text_config())
     model.model.rope_deltas = None  # of the prompt before
     ids = torch.tensor([prompt])
     inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}

@@ -1,4 +1,4 @@
-"""Qwen3-VL against transformers: the tower's rows, positions, and tokens through scheduler and stages."""
+"""Qwen3-VL and Qwen3.5 against transformers: the tower's rows, positions, and tokens through scheduler and stages."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from hf_vision import (
     picture,
     picture_prompt,
 )
+from mtp_reference import add_mtp_head
 from sizes import sized
 
 from raypp.config.engine_config import EngineConfig
@@ -31,7 +32,8 @@ from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 
-NUM_CONFIGURATIONS = 12
+NUM_CONFIGURATIONS = 16  # the last four of Qwen3.5
+MTP_SEEDS = (12, 15)
 NUM_NEW_TOKENS = sized(8, 16)
 SIZES = ((40, 40), (90, 30), (17, 60), (64, 64), (33, 47), (8, 8))
 
@@ -44,6 +46,8 @@ def checkpoints(tmp_path_factory):
     def checkpoint(seed):
         if seed not in made:
             made[seed] = make_vision_checkpoint(seed, tmp_path_factory.mktemp(f"vl-{seed}"), min_layers=1 + seed % 4)
+            if seed in MTP_SEEDS:
+                add_mtp_head(made[seed], seed)
         return made[seed]
 
     return checkpoint
@@ -150,10 +154,12 @@ def test_tokens_equal_transformers(checkpoints):
             "max_model_len": 176,
             "num_kv_blocks": 1 + (192 if seed % 5 in (2, 4) else 2400) // (4, 8, 16)[seed % 3],
             "stage_num_threads": 1,
-            "mode": ("none", "full", "full_and_piecewise")[seed // 4],
+            "mode": ("none", "full", "full_and_piecewise")[seed // 4 % 3],
         }
         if seed % 6 in (1, 2):
             settings |= {"method": "ngram", "num_speculative_tokens": 2, "min_n": 1}
+        elif seed in MTP_SEEDS:
+            settings |= {"method": "mtp", "num_speculative_tokens": 2}
         plan = plan_engine(EngineConfig.from_flat(str(path), **settings), Hardware(1))
         engine = LocalEngine(plan)
         prompts = _prompts(path, seed, model.vocab_size)
@@ -175,12 +181,14 @@ def test_tokens_equal_transformers(checkpoints):
         def reference(path, prompt, output, items_of=items_of):
             return hf_vision_choices(path, prompt, items_of[prompt[0]], output)
 
-        for _ in range(2 if settings["enable_prefix_caching"] else 1):
+        for _ in range(2 if plan.config.cache.enable_prefix_caching else 1):
             comparison.compare(path, [prompt for prompt, _ in prompts], NUM_NEW_TOKENS, generate, reference)
         engine.scheduler.check_integrity()
         stats, first = engine.stats(), plan.stage_spec(0)
         met[f"{num_stages} stages"] += 1
         met["experts"] += model.experts is not None
+        met["states"] += model.has_row_states
+        met["drafts of a head refused"] += seed in MTP_SEEDS and stats.num_draft_tokens > stats.num_accepted_tokens
         met["carried"] += first.num_carried_taps > 0
         met["kept"] += num_stages > 1 and model.num_deepstack_layers > 0 and not first.num_carried_taps
         met["cut"] += (
@@ -202,6 +210,8 @@ def test_tokens_equal_transformers(checkpoints):
         "cached",
         "drafts accepted",
         "experts",
+        "states",
+        "drafts of a head refused",
     ):
         assert met[what] >= 2, f"{what} was met only {met[what]} times"
     assert met["preempted"] >= 1

@@ -1,4 +1,4 @@
-"""`tiny-vl` at the Python doors and in a batch job, around a real engine in threads."""
+"""`tiny-vl` at the Python doors and in a batch job, and Qwen3.5 over HTTP, around a real engine in threads."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from hf_vision import STATE_SEEDS, make_vision_checkpoint
 from PIL import Image
+from running_app import running_app
 
 from raypp.api.async_llm import AsyncLLM
 from raypp.api.llm import LLM
@@ -18,6 +21,7 @@ from raypp.batch_job.job import BatchJob
 from raypp.batch_job.job_settings import JobSettings
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import RequestError
+from raypp.models.registry import resolve_model_path
 from raypp.testing import launch_in_threads
 from raypp.types import SamplingParams
 
@@ -104,3 +108,36 @@ def test_async_and_batch(tmp_path: Path) -> None:
     assert (completed["custom_id"], failed["custom_id"]) == ("a", "b")
     assert completed["response"]["body"]["choices"][0]["message"]["content"] == ANSWER
     assert failed["response"]["status_code"] == 400
+
+
+def test_a_tower_beside_gated_delta_nets(tmp_path: Path) -> None:
+    """Python, HTTP and a batch job give one text, which depends on the picture; without encoders it is refused."""
+    path = make_vision_checkpoint(STATE_SEEDS[1], tmp_path / "vl", min_layers=3, like=resolve_model_path("tiny-vl"))
+    blank = Image.new("RGB", (64, 48), "white")
+    with LLM(str(path), launch=launch_in_threads, num_stages=3, max_model_len=512) as llm:
+        picture, other = (
+            llm.chat(ask({"type": "image", "image": image}), GREEDY)[0].outputs[0].text for image in (DEMO, blank)
+        )
+    assert picture != other
+    url = f"data:image/png;base64,{base64.b64encode(DEMO.read_bytes()).decode()}"
+    body = {"messages": ask({"type": "image_url", "image_url": {"url": url}}), "temperature": 0, "max_tokens": 32}
+    with running_app(model=str(path), num_stages=2, max_model_len=512) as app, httpx.Client(base_url=app.url) as http:
+        answer = http.post("/v1/chat/completions", json=body, timeout=60).json()
+        assert answer["choices"][0]["message"]["content"] == picture
+    files = {"input_path": tmp_path / "in.jsonl", "output_path": tmp_path / "out.jsonl"}
+    files["input_path"].write_text(json.dumps(body | {"custom_id": "a"}) + "\n")
+    config = EngineConfig.from_flat(str(path), num_stages=2, max_model_len=512)
+
+    async def run() -> None:
+        async def create(config: EngineConfig) -> AsyncLLM:
+            return await AsyncLLM.create(config, launch=launch_in_threads)
+
+        await BatchJob(JobSettings(config=config, **files), create).run()
+
+    asyncio.run(run())
+    [completed] = map(json.loads, files["output_path"].open())
+    assert completed["response"]["body"]["choices"][0]["message"]["content"] == picture
+    with LLM(str(path), launch=launch_in_threads, num_encoders=0, max_model_len=512) as llm:
+        with pytest.raises(RequestError, match="takes no images"):
+            llm.chat(ask({"type": "image", "image": DEMO}), GREEDY)
+        assert llm.chat(ask(), GREEDY)[0].outputs[0].token_ids

@@ -26,7 +26,7 @@ from raypp.models.weights import CheckpointWeights
 TEXT_ARCHITECTURES = [
     name
     for name, family in FAMILIES.items()
-    if not family.has_vision and family.experts is None and family.full_attention_interval is None
+    if not family.vision and family.experts is None and family.full_attention_interval is None
 ]
 LLAMA3 = {
     "factor": 8.0,

@@ -107,7 +107,7 @@ def test_weights_take_what_is_planned(tmp_path: Path, family: str) -> None:
 
 
 def test_a_checkpoint_with_a_tower_and_a_draft_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Only its text part is read, and what is left is no warning."""
+    """Without encoders only its text part is read, and what is left is no warning."""
     text = make_checkpoint("qwen3_5", 0, tmp_path / "text", min_layers=4)
     whole = tmp_path / "whole"
     whole.mkdir()
@@ -116,10 +116,13 @@ def test_a_checkpoint_with_a_tower_and_a_draft_head(tmp_path: Path, caplog: pyte
     others = {"mtp.norm.weight": torch.ones(4), "model.visual.merger.norm.weight": torch.ones(4)}
     save_file(renamed | others, whole / "model.safetensors", metadata={"format": "pt"})
     values = json.loads((text / "config.json").read_text())
-    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": values, "vision_config": {"depth": 1}}
+    tower = {"hidden_size": 16, "num_heads": 1, "intermediate_size": 16, "out_hidden_size": values["hidden_size"]}
+    values["rope_parameters"]["mrope_section"] = [1, 1, 1]
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": values, "vision_config": tower}
     tied = {"tie_word_embeddings": values["tie_word_embeddings"]}
     (whole / "config.json").write_text(json.dumps(outer | tied))
-    config = EngineConfig.from_flat(str(whole), num_stages=2, stage_num_threads=1, max_model_len=64, num_kv_blocks=40)
+    settings = {"num_stages": 2, "stage_num_threads": 1, "max_model_len": 64, "num_kv_blocks": 40, "num_encoders": 0}
+    config = EngineConfig.from_flat(str(whole), **settings)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     with caplog.at_level(logging.WARNING):
         engine = LocalEngine(plan_engine(config, Hardware(1)))
