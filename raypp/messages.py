@@ -91,6 +91,20 @@ class StepPlan:
     # How long the last stage may hold the step up for the masks of rows under a grammar; other rows are not to wait.
     max_mask_wait_us: int = 0
 
+    state_copies: Bytes = field(
+        default_factory=lambda: NO_BYTES
+    )  # a packed `StateCopies` when states of rows are copied
+
+
+@dataclass(frozen=True, eq=False)
+class StateCopies:
+    """States of rows that every stage copies before a step: first S rows to snapshots, then N snapshots to rows."""
+
+    saved_rows: Int32s  # [S] as the steps before left them
+    saved_snapshots: Int32s  # [S] all differ
+    restored_snapshots: Int32s  # [N]
+    restored_rows: Int32s  # [N] of those that start with the step
+
 
 @dataclass(frozen=True, eq=False)
 class BlockCopies:

@@ -41,6 +41,7 @@ _GAUGES = (
     ("raypp_kv_blocks", "KV blocks of every stage", "num_blocks"),
     ("raypp_cpu_kv_blocks", "KV blocks that every stage has room for in CPU memory", "num_cpu_blocks"),
     ("raypp_cpu_kv_blocks_used", "Of these, the ones that hold something", "num_used_cpu_blocks"),
+    ("raypp_state_snapshots", "Snapshots of recurrent states that prompts may begin with", "num_snapshots"),
 )
 _COUNTERS = (
     ("raypp_steps", "Steps dispatched", "num_steps"),

@@ -106,7 +106,11 @@ class CacheSection(Section):
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """The share of a GPU's memory that a stage may use, times the share of the GPU it asked Ray for."""
     enable_prefix_caching: bool = True
-    """Reuse the KV of prompt prefixes that were computed before. Off for models whose layers have recurrent states."""
+    """Reuse the KV of prompt prefixes that were computed before. Where layers have recurrent states, a prefix ends
+    where a snapshot of them was kept: at the end of a prompt, and where a prompt went on otherwise than one before."""
+    num_state_snapshots: int | None = Field(default=None, ge=0)
+    """Snapshots of recurrent states for such prefixes; each takes as much memory as a running request's. 0: no prefix
+    is reused. None: a quarter of max_num_seqs. Models without such states need none."""
     cpu_kv_bytes: int = Field(default=0, ge=0)
     """Bytes of main memory per stage for KV blocks that have to make room in the KV cache: of prefixes, and of requests
     that were preempted. They are copied back where they would be computed again. On GPUs the memory is page-locked. All

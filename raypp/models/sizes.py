@@ -116,7 +116,9 @@ def kv_bytes_per_token(config: ModelConfig, kv_dtype_bytes: int) -> list[int]:
     return [0 if isinstance(cache, RowState) else cache.bytes_per_token(kv_dtype_bytes) for cache in caches]
 
 
-def state_bytes_per_row(config: ModelConfig, block_size: int, max_drafts: int, dtype_bytes: int) -> list[int]:
+def state_bytes_per_row(
+    config: ModelConfig, block_size: int, max_drafts: int, dtype_bytes: int, *, has_snapshots: bool
+) -> list[int]:
     """Return the bytes that one row takes in each layer with a state per row; 0 in others.
 
     Args:
@@ -124,14 +126,15 @@ def state_bytes_per_row(config: ModelConfig, block_size: int, max_drafts: int, d
         block_size: Of the KV cache.
         max_drafts: K, of a step.
         dtype_bytes: Of an activation.
+        has_snapshots: Whether rows are copied, see `raypp.ops.state_sizes.conv_entries`.
     """
+
+    def of_layer(cache: RowState) -> int:
+        state_bytes = max(dtype_bytes, STATE_BYTES[cache.state_dtype])
+        return cache.bytes_per_row(block_size, max_drafts, dtype_bytes, state_bytes, has_snapshots=has_snapshots)
+
     caches = [layer.cache for layer in config.attention]
-    return [
-        cache.bytes_per_row(block_size, max_drafts, dtype_bytes, max(dtype_bytes, STATE_BYTES[cache.state_dtype]))
-        if isinstance(cache, RowState)
-        else 0
-        for cache in caches
-    ]
+    return [of_layer(cache) if isinstance(cache, RowState) else 0 for cache in caches]
 
 
 def mlp_width(config: ModelConfig) -> int:

@@ -11,6 +11,9 @@ before p are final. At the end of a prompt's chunk it stands at the last multipl
 late mask may have computed again. So where a checkpoint stands, and what is in it, depends on positions alone. Row
 states belong to rows of the tables, not to blocks; padding has a row of its own.
 
+A copy of a row, a snapshot, lets another request begin where the checkpoint stands, if its tokens up to there are the
+same. Snapshots are further rows of the tables.
+
 Source of the rule: ReplaySSM (2026); of the layer: arXiv:2412.06464, transformers 5.17, `models/qwen3_next`.
 """
 
@@ -68,7 +71,7 @@ class Checkpoints:
     """Where the checkpoints of all rows stand, the same in all layers of a stage.
 
     Args:
-        num_rows: Of the tables.
+        num_rows: Of the tables; snapshots are rows, too.
         block_size: Tokens between two checkpoints.
         device: Of the stage.
     """
@@ -81,6 +84,11 @@ class Checkpoints:
     def start(self, rows: torch.Tensor) -> None:
         """Begin with rows anew. Shapes: rows [S] int64."""
         self.positions.index_fill_(0, rows, 0)
+
+    def copy(self, memories: Sequence[LayerMemory], sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Let rows have what others have. Shapes: sources and targets [N] int64, all targets differ."""
+        for tensor in (self.positions, *moved_on(memories)):
+            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
     def spans(
         self,
@@ -113,10 +121,18 @@ def moved(starts: torch.Tensor, query_start_loc: torch.Tensor, num_decode_rows: 
 
 
 def allocate_layer_state(
-    shape: RowState, num_rows: int, block_size: int, max_drafts: int, dtype: torch.dtype, device: torch.device
+    shape: RowState,
+    num_rows: int,
+    block_size: int,
+    max_drafts: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    has_snapshots: bool,
 ) -> LayerState:
     """Return one layer's states and rings, of `dtype`, all zeros: what no token has written must still be finite."""
-    num_ring, num_inputs = ring_entries(block_size, max_drafts), conv_entries(shape.kernel_size, max_drafts)
+    num_ring = ring_entries(block_size, max_drafts)
+    num_inputs = conv_entries(shape.kernel_size, max_drafts, block_size if has_snapshots else 0)
     heads_k, heads_v, k_dim, v_dim = shape.num_k_heads, shape.num_v_heads, shape.k_dim, shape.v_dim
     state_dtype = torch.promote_types(dtype, getattr(torch, shape.state_dtype))
 

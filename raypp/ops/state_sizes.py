@@ -25,7 +25,9 @@ class RowState:
         """Return what a row's state takes, with elements of `state_bytes`."""
         return self.num_v_heads * self.k_dim * self.v_dim * state_bytes
 
-    def bytes_per_row(self, block_size: int, max_drafts: int, dtype_bytes: int, state_bytes: int) -> int:
+    def bytes_per_row(
+        self, block_size: int, max_drafts: int, dtype_bytes: int, state_bytes: int, *, has_snapshots: bool
+    ) -> int:
         """Return what a row takes: its checkpoint and its rings.
 
         Args:
@@ -33,9 +35,11 @@ class RowState:
             max_drafts: K, of a step.
             dtype_bytes: Of an activation.
             state_bytes: Of an element of the state.
+            has_snapshots: See `conv_entries`.
         """
         entry = (self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim) * dtype_bytes + self.num_v_heads * 4
-        inputs = conv_entries(self.kernel_size, max_drafts) * self.conv_dim * dtype_bytes
+        num_inputs = conv_entries(self.kernel_size, max_drafts, block_size if has_snapshots else 0)
+        inputs = num_inputs * self.conv_dim * dtype_bytes
         return self.checkpoint_bytes(state_bytes) + ring_entries(block_size, max_drafts) * entry + inputs
 
 
@@ -48,9 +52,10 @@ def ring_entries(block_size: int, max_drafts: int) -> int:
     return block_size + 2 * max_drafts + 1
 
 
-def conv_entries(kernel_size: int, max_drafts: int) -> int:
+def conv_entries(kernel_size: int, max_drafts: int, num_behind: int = 0) -> int:
     """Return the tokens whose inputs of the convolution a row keeps.
 
-    Those that the first token of a step sees, and the K + 1 that the step writes.
+    Those that the first token of a step sees, and the K + 1 that the step writes. A row that goes on from its
+    checkpoint, when another one begins with a snapshot of it, sees those before that: up to a block behind.
     """
-    return kernel_size + max_drafts
+    return kernel_size + max_drafts + num_behind

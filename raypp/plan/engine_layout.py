@@ -28,7 +28,13 @@ from raypp.plan.speculation_plan import (
     ngram_window,
     speculation_bytes,
 )
-from raypp.plan.stage_memory import StageMemory, memory_of_stages, stage_weight_bytes, with_fitting_rows
+from raypp.plan.stage_memory import (
+    StageMemory,
+    memory_of_stages,
+    num_snapshots,
+    stage_weight_bytes,
+    with_fitting_rows,
+)
 from raypp.stage.stage_spec import DraftHeadSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
@@ -124,7 +130,8 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         block_bytes_by_group(model, config.cache.block_size, kv_dtype_bytes, start, start + count)
         for start, count in zip(starts, layers, strict=True)
     ]
-    of_rows = state_bytes_per_row(model, config.cache.block_size, config.speculative.max_drafts, dtype_bytes)
+    sizes = (config.cache.block_size, config.speculative.max_drafts, dtype_bytes)
+    of_rows = state_bytes_per_row(model, *sizes, has_snapshots=num_snapshots(config) > 0)
     row_bytes = [sum(of_rows[start : start + count]) for start, count in zip(starts, layers, strict=True)]
     weight_bytes = stage_weight_bytes(held, layers, dtype_bytes)
     head_spec = None if head is None else draft_head_spec(config, head_path, head, starts)
@@ -182,21 +189,20 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
 
 
 def _for_row_states(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Return the configuration without a prefix cache if layers keep states: these are of whole rows.
+    """Return the configuration without a prefix cache if layers keep states, and no snapshot of them is to be kept.
 
     Raises:
-        ConfigError: blocks that a prefix cache finds are to be kept in CPU memory.
+        ConfigError: blocks that a prefix cache finds are to be kept in CPU memory: states would be missing beside them.
     """
     if not model.has_row_states or not config.cache.enable_prefix_caching:
         return config
     if config.cache.cpu_kv_bytes:
         raise ConfigError(
-            "cpu_kv_bytes keeps KV blocks for prompts that begin alike, and this model's prompts share nothing",
+            "cpu_kv_bytes keeps KV blocks for prompts that begin alike, and not the states that this model has besides",
             got=f"cpu_kv_bytes={config.cache.cpu_kv_bytes}, {model.architecture}, of whose layers some keep a state",
             expected="cpu_kv_bytes = 0",
         )
-    _LOG.info("%s: layers keep a state per request, so no prompt begins with what another one left", model.architecture)
-    return config.with_settings(enable_prefix_caching=False)
+    return config.with_settings(enable_prefix_caching=False) if config.cache.num_state_snapshots == 0 else config
 
 
 def _refuse_for_transformers(config: EngineConfig) -> None:

@@ -36,6 +36,7 @@ from raypp.plan.stage_memory import (
     num_blocks_on_cpu,
     num_blocks_on_gpus,
     num_cpu_blocks,
+    num_snapshots,
     num_staged_blocks,
 )
 from raypp.scheduler.drafts import DraftPolicy
@@ -99,6 +100,7 @@ class EnginePlan(EngineLayout):
             block_size=self.config.cache.block_size,
             groups=self.groups,
             max_copied_blocks=self.max_copied_blocks,
+            num_snapshots=num_snapshots(self.config) if self.model.has_row_states else None,
             enable_prefix_caching=self.config.cache.enable_prefix_caching,
             min_prefill_chunk_tokens=self.config.scheduler.min_prefill_chunk_tokens,
             max_itl_ms=self.config.scheduler.max_itl_ms or math.inf,
@@ -166,6 +168,7 @@ class EnginePlan(EngineLayout):
             block_size=self.config.cache.block_size,
             groups=self.groups,
             layer_groups=tuple(map(self.model.group_of, range(layout.start_layer, layout.end_layer))),
+            num_snapshots=num_snapshots(self.config) if self.model.has_row_states else 0,
             num_staged_blocks=self.num_staged_blocks,
             max_drafts=self.config.speculative.max_drafts,
             speculative=self.config.speculative,

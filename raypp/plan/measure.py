@@ -36,7 +36,13 @@ from raypp.plan.cost_model import StepCosts, parts_of
 from raypp.plan.engine_plan import EnginePlan
 from raypp.plan.hardware import Hardware
 from raypp.plan.layer_partition import LayerRoom, even_partition, fastest_partition
-from raypp.plan.stage_memory import block_mix, stage_budget_bytes, stage_weight_bytes
+from raypp.plan.stage_memory import (
+    block_mix,
+    num_snapshots,
+    num_state_rows,
+    stage_budget_bytes,
+    stage_weight_bytes,
+)
 from raypp.request import Request
 from raypp.sampling_params import SamplingParams
 from raypp.scheduler.scheduler import Scheduler
@@ -484,8 +490,9 @@ def layer_room(plan: EnginePlan, hardware: Hardware) -> LayerRoom:
     # Blocks that were asked for are needed; else as many as the longest request takes, and the null block.
     num_blocks = cache.num_kv_blocks or 1 + -(-plan.max_model_len // cache.block_size)
     of_windows = dict(zip(model.windows, block_mix(plan.config, model).of(num_blocks), strict=True))
-    of_row = state_bytes_per_row(model, cache.block_size, plan.config.speculative.max_drafts, dtype_bytes)
-    of_states = [num_bytes * (plan.config.scheduler.max_num_seqs + NUM_PADDING_ROWS) for num_bytes in of_row]
+    sizes = (cache.block_size, plan.config.speculative.max_drafts, dtype_bytes)
+    of_row = state_bytes_per_row(model, *sizes, has_snapshots=num_snapshots(plan.config) > 0)
+    of_states = [num_bytes * num_state_rows(plan.config) for num_bytes in of_row]
     kv_bytes = [
         of_windows[attention.window] * cache.block_size * token_bytes
         if isinstance(attention, AttentionConfig)

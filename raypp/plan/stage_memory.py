@@ -42,6 +42,7 @@ _BYTES_PER_PLAN = 256 << 20
 mostly beside the steps before."""
 _USUAL_LENGTH = 8192
 """Tokens of a request, prompt and output together, by which groups of layers with and without a window share memory."""
+_ROWS_PER_SNAPSHOT = 4
 _MOST_BLOCKS = 2**31 - 1
 _MOST_OF_MEMORY = 0.85
 """Of a machine's main memory: it stays locked, and Ray ends processes where more than 95 % is in use."""
@@ -138,7 +139,7 @@ class StageMemory:
     item_bytes: int  # embeddings of images, on the first stage
     block_bytes: tuple[int, ...]  # of one KV block, by group of layers
     row_bytes: int = 0  # of one row's states
-    num_rows: int = 0  # that have states, padding included
+    num_rows: int = 0  # that have states, padding and snapshots included
 
     @property
     def state_bytes(self) -> int:
@@ -203,7 +204,7 @@ def memory_of_stages(
             item_bytes=item_bytes if index == 0 else 0,
             block_bytes=tuple(block),
             row_bytes=states,
-            num_rows=config.scheduler.max_num_seqs + NUM_PADDING_ROWS if any(row_bytes) else 0,
+            num_rows=num_state_rows(config) if any(row_bytes) else 0,
         )
         for index, (weights, block, states, kept) in enumerate(
             zip(weight_bytes, block_bytes, row_bytes, speculation_bytes, strict=True)
@@ -271,6 +272,20 @@ def _and_states(memory: Sequence[StageMemory]) -> str:
     if not largest.row_bytes:
         return ""
     return f", and states of {largest.num_rows} rows, each {largest.row_bytes / 2**20:.1f} MiB"
+
+
+def num_snapshots(config: EngineConfig) -> int:
+    """Return how many snapshots of rows' states are kept, of a model whose layers have some."""
+    cache = config.cache
+    if not cache.enable_prefix_caching:
+        return 0
+    asked = cache.num_state_snapshots
+    return max(1, config.scheduler.max_num_seqs // _ROWS_PER_SNAPSHOT) if asked is None else asked
+
+
+def num_state_rows(config: EngineConfig) -> int:
+    """Return the rows that have states: requests that run, padding, snapshots."""
+    return config.scheduler.max_num_seqs + NUM_PADDING_ROWS + num_snapshots(config)
 
 
 def with_fitting_rows(

@@ -12,7 +12,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raypp.messages import NO_BYTES, NO_STEP, NULL_BLOCK, BlockCopies, BlockGroup, Bytes, Int32s, pack_inside
+from raypp.messages import (
+    NO_BYTES,
+    NO_STEP,
+    NULL_BLOCK,
+    BlockCopies,
+    BlockGroup,
+    Bytes,
+    Int32s,
+    StateCopies,
+    pack_inside,
+)
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.request_state import BlockTable, RequestState
 
@@ -120,6 +130,58 @@ class CpuBlocks:
         if key is None or self._block_of[key] in self._held:
             return None
         return self._block_of.pop(key)
+
+
+class StateSnapshots:
+    """Copies of rows' states, by the keys of the last blocks whose tokens they cover; see `raypp.ops.row_state`.
+
+    A snapshot that is made when none is free takes the place of the least recently used one.
+
+    Args:
+        num_snapshots: There are so many.
+    """
+
+    def __init__(self, num_snapshots: int) -> None:
+        self._snapshot_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
+        self._blank = list(range(num_snapshots - 1, -1, -1))
+        self._num_snapshots = num_snapshots
+        self._saved: dict[int, int] = {}  # ordered since the last plan: snapshot -> row
+        self._restored: dict[int, int] = {}  # likewise, row -> snapshot
+
+    def __len__(self) -> int:
+        return len(self._snapshot_of)
+
+    def longest_prefix(self, keys: Sequence[bytes]) -> int:
+        """Return the most leading blocks behind which a snapshot stands."""
+        return next((end for end in range(len(keys), 0, -1) if keys[end - 1] in self._snapshot_of), 0)
+
+    def save(self, key: bytes, row: int) -> None:
+        """Order a copy of a row's state as the last plan leaves it, unless there is one."""
+        if key not in self._snapshot_of:
+            snapshot = self._blank.pop() if self._blank else self._snapshot_of.popitem(last=False)[1]
+            self._snapshot_of[key] = snapshot
+            self._saved[snapshot] = row
+        self._snapshot_of.move_to_end(key)
+
+    def restore(self, key: bytes, row: int) -> None:
+        """Order a copy of a snapshot to a row that starts with the next plan."""
+        self._restored[row] = self._snapshot_of[key]
+        self._snapshot_of.move_to_end(key)
+
+    def take_copies(self) -> Bytes:
+        """Return a packed `StateCopies` of what was ordered since the last call; nothing where nothing was."""
+        if not self._saved and not self._restored:
+            return NO_BYTES
+        parts = (self._saved.values(), self._saved.keys(), self._restored.values(), self._restored.keys())
+        copies = StateCopies(*(np.fromiter(part, np.int32) for part in parts))
+        self._saved, self._restored = {}, {}
+        return pack_inside(copies)
+
+    def check_integrity(self) -> None:
+        """Assert that every snapshot is blank or has one key."""
+        used = list(self._snapshot_of.values())
+        assert sorted([*used, *self._blank]) == list(range(self._num_snapshots)), "a snapshot leaked, or has two keys"
+        assert {*self._saved, *self._restored.values()} <= set(used), "a snapshot of a copy was given away"
 
 
 class BlockPool:
@@ -331,6 +393,8 @@ class KvBlocks:
         self._offers = limits.enable_prefix_caching
         self._block_size = limits.block_size
         self.groups = [KvGroup(group, limits.block_size) for group in limits.groups]
+        self.snapshots = None if limits.num_snapshots is None else StateSnapshots(limits.num_snapshots)
+        """Of rows' states, where layers have some: a prefix ends where one stands."""
         self._windowed = [index for index, group in enumerate(self.groups) if group.window is not None]
 
     @property
@@ -359,11 +423,14 @@ class KvBlocks:
         num_tokens = state.num_scored_tokens if state.scores_prompt else state.num_tokens - 1
         end = num_tokens // self._block_size
         self._extend_hashes(state, end)
-        keys, before = state.block_hashes[:end], -1
+        keys, before, state.num_shared_blocks = state.block_hashes[:end], -1, 0
         while end != before:  # a group that has less may make another one have less
             before = end
             for group in self.groups:
                 end = group.longest_prefix(keys[:end])
+            if self.snapshots is not None:
+                state.num_shared_blocks = max(state.num_shared_blocks, end)
+                end = self.snapshots.longest_prefix(keys[:end])
         firsts = tuple([group.first_seen(end * self._block_size) for group in self.groups])
         blocks = [
             [group.cache.block_of.get(key, NULL_BLOCK) for key in keys[first:end]]
@@ -488,6 +555,40 @@ class KvBlocks:
             return 0
         return num_tokens if self.try_grow(state, self._with_lookahead(state, start + num_tokens)) else 0
 
+    def to_snapshot(self, state: RequestState, start: int, num_tokens: int) -> int:
+        """Return how many of a chunk's tokens to compute at first, so that a snapshot can stand behind shared blocks.
+
+        The next request that begins alike starts there. A chunk is cut only if that saves it one of the least size.
+
+        Args:
+            state: A request whose next chunk it is.
+            start: Of the chunk.
+            num_tokens: Of the chunk.
+        """
+        shared = state.num_shared_blocks * self._block_size
+        if self.snapshots is None or not start + self._limits.min_prefill_chunk_tokens <= shared < start + num_tokens:
+            return num_tokens
+        return min(num_tokens, shared + self._block_size - start)
+
+    def save_state(self, state: RequestState, num_computed_tokens: int, *, is_last: bool) -> None:
+        """Order a snapshot of a row whose next tokens a chunk has computed, if it was its last one or cut for this.
+
+        Args:
+            state: Its request.
+            num_computed_tokens: Up to the end of the chunk.
+            is_last: Whether all known tokens are computed.
+        """
+        end = (num_computed_tokens - 1) // self._block_size  # where its checkpoint stands
+        if self.snapshots is None or not self._offers or not end or not (is_last or end == state.num_shared_blocks):
+            return
+        self._extend_hashes(state, end)
+        self.snapshots.save(state.block_hashes[end - 1], state.row)
+
+    def restore_state(self, state: RequestState, prefix: Prefix) -> None:
+        """Order that a request's row begins with the state behind its prefix."""
+        if self.snapshots is not None and prefix.num_blocks:
+            self.snapshots.restore(state.block_hashes[prefix.num_blocks - 1], state.row)
+
     def try_grow(self, state: RequestState, num_tokens: int) -> bool:
         """Make the request's blocks hold that many tokens; return False, and change nothing, when too few are free."""
         end = -(-num_tokens // self._block_size)
@@ -555,6 +656,8 @@ class KvBlocks:
     def check_integrity(self, running: Collection[RequestState]) -> None:
         """Assert that blocks are counted right, and that nobody writes a block that others may read."""
         block_size = self._block_size
+        if self.snapshots is not None:
+            self.snapshots.check_integrity()
         for index, group in enumerate(self.groups):
             group.pool.check_integrity([state.tables[index].blocks[state.tables[index].first :] for state in running])
         for state in running:

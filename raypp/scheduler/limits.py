@@ -46,6 +46,8 @@ class SchedulerLimits:
     caches_next_token: bool = False
     """Whether a block's content also depends on the token after it, as in a draft head's cache. Requests then share the
     block only if they agree on that token, too."""
+    num_snapshots: int | None = None
+    """States of rows that are kept for prompts that begin alike; None: no layer has a state per row."""
     vocab_size: int = 2**31
     """Token ids are smaller than this."""
     max_item_tokens: int = 0
@@ -66,6 +68,7 @@ class SchedulerLimits:
         assert self.max_steps_per_cohort >= STEPS_PER_COHORT
         assert self.max_drafts >= 0
         assert self.max_item_tokens >= 0
+        assert self.num_snapshots is None or self.num_snapshots >= 1 or not self.enable_prefix_caching
 
     @property
     def max_step_rows(self) -> int:

@@ -17,10 +17,12 @@ from raypp.scheduler.running import Chunk, InFlightStep
 _MAX_INT32 = 2**31 - 1
 
 
-def build_plan(step: InFlightStep, max_mask_wait_us: int = 0, block_copies: Bytes = NO_BYTES) -> StepPlan:
+def build_plan(
+    step: InFlightStep, max_mask_wait_us: int = 0, block_copies: Bytes = NO_BYTES, state_copies: Bytes = NO_BYTES
+) -> StepPlan:
     """Return the plan of a step, before it is counted in the states of its requests.
 
-    Marks the block-table entries that it carries as sent. `max_mask_wait_us` and `block_copies` go into the plan.
+    Marks the block-table entries that it carries as sent. All else goes into the plan.
     """
     decoding, chunks, num_decode_rows, num_item_tokens = step.decoding, step.chunks, len(step.decoding), 0
     drafting, starts, blocks, grown, requires_feedback_of = _ALL_DRAFT, _NO_STARTS, _NO_BLOCKS, [], NO_STEP
@@ -62,6 +64,7 @@ def build_plan(step: InFlightStep, max_mask_wait_us: int = 0, block_copies: Byte
         max_mask_wait_us=max_mask_wait_us,
         drafting=drafting,
         block_copies=block_copies,
+        state_copies=state_copies,
         **starts,
         **blocks,
     )

@@ -83,7 +83,7 @@ class PrefillChooser:
 
     def _continue(self, state: RequestState, budget: StepBudget) -> Chunk | None:
         start, end = state.num_prefilled_tokens, state.num_prefill_tokens
-        num_tokens = budget.chunk_tokens(start, end - start)
+        num_tokens = self._kv.to_snapshot(state, start, budget.chunk_tokens(start, end - start))
         if num_tokens:
             num_tokens = self._kv.hold_chunk(state, num_tokens, len(self._running) - 1)
         return Chunk(state, start, num_tokens, start + num_tokens == end, is_first=False) if num_tokens else None
@@ -104,13 +104,14 @@ class PrefillChooser:
             return None
         num_cached_tokens = prefix.num_blocks * self._limits.block_size
         num_rest = state.num_tokens - num_cached_tokens
-        num_tokens = budget.chunk_tokens(num_cached_tokens, num_rest)
+        num_tokens = self._kv.to_snapshot(state, num_cached_tokens, budget.chunk_tokens(num_cached_tokens, num_rest))
         if num_tokens:
             num_tokens = self._kv.try_admit(state, prefix, num_tokens, num_reserved)
         if not num_tokens:
             return None
         self._queue.remove(state)
         row_last_step = self._running.start(state, num_cached_tokens)
+        self._kv.restore_state(state, prefix)
         self._count(state, num_cached_tokens)
         is_last = num_tokens == num_rest
         return Chunk(state, num_cached_tokens, num_tokens, is_last, is_first=True, row_last_step=row_last_step)

@@ -235,6 +235,7 @@ class Scheduler:
             kv_usage=1 - min(group.pool.num_free / group.num_usable for group in groups),
             num_cpu_blocks=self._limits.num_cpu_blocks,
             num_used_cpu_blocks=sum(len(group.in_cpu_memory) for group in groups),
+            num_snapshots=0 if self._kv.snapshots is None else len(self._kv.snapshots),
             num_blocks_copied_out=sum(copied_out),
             num_blocks_copied_in=sum(copied_in),
             num_cpu_hit_tokens=max(copied_in) * self._limits.block_size,
@@ -279,7 +280,13 @@ class Scheduler:
             return None
         step = InFlightStep(step_id, cohort, num_drafts if decoding else 0, decoding, chunks)
         wait_us = 0 if running.num_without_grammar else MAX_MASK_WAIT_US
-        plan = build_plan(step, wait_us, self._kv.take_copies() if self._keeps_cpu_blocks else NO_BYTES)
+        snapshots = self._kv.snapshots
+        plan = build_plan(
+            step,
+            wait_us,
+            self._kv.take_copies() if self._keeps_cpu_blocks else NO_BYTES,
+            NO_BYTES if snapshots is None else snapshots.take_copies(),
+        )
         for state in decoding:
             state.last_step = state.last_yield_step = step_id
             state.num_in_flight_yields += 1

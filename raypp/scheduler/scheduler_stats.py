@@ -55,6 +55,8 @@ class SchedulerStats:
     """KV blocks that every stage has room for in CPU memory."""
     num_used_cpu_blocks: int
     """Of these, the ones that hold something."""
+    num_snapshots: int
+    """Snapshots of rows' states, on every stage."""
     num_blocks_copied_out: int
     """KV blocks that went to CPU memory, since the start; each on every stage, like the following."""
     num_blocks_copied_in: int

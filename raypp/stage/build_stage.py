@@ -163,8 +163,9 @@ def allocate_kv_caches(spec: StageSpec, config: ModelConfig) -> list[LayerMemory
     for group, layer in zip(spec.layer_groups, of_layers, strict=True):
         cache = layer.cache
         if isinstance(cache, RowState):
-            sizes = (spec.max_num_seqs, spec.block_size, spec.max_drafts)
-            kept.append(allocate_layer_state(cache, *sizes, getattr(torch, spec.dtype), device))
+            sizes = (spec.max_num_seqs + spec.num_snapshots, spec.block_size, spec.max_drafts)
+            dtype, has_snapshots = getattr(torch, spec.dtype), spec.num_snapshots > 0
+            kept.append(allocate_layer_state(cache, *sizes, dtype, device, has_snapshots=has_snapshots))
             continue
         assert group is not None
         dims = (cache.num_kv_heads, cache.k_dim, cache.v_dim)

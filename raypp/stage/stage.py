@@ -14,10 +14,12 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
 from raypp.graphs.graph_manager import CudaGraphManager, graph_maker
-from raypp.messages import MaskUpdate, StepForm, StepPlan, Unrecorded
+from raypp.messages import Int32s, MaskUpdate, StateCopies, StepForm, StepPlan, Unrecorded, unpack
+from raypp.ops.host_to_device import to_device_together
 from raypp.ops.row_state import Checkpoints, LayerMemory
 from raypp.ops.row_tokens import RowTokens
 from raypp.row_params import Needs
@@ -69,7 +71,8 @@ class Stage:
         self._model = model
         self._links = links
         self._tracer = tracer
-        self._device = device = torch.device(spec.device)
+        self._device, self._num_rows = torch.device(spec.device), spec.max_num_seqs
+        device = self._device
         self._num_ring_entries = spec.num_ring_entries
         self._clock = forward_clock(tracer, device)
         self._announced: deque[StepSize] = deque()
@@ -113,7 +116,7 @@ class Stage:
         compile_ahead(spec, model, kv_caches, sampler, wanted.full)
         self._checkpoints: Checkpoints | None = None
         if None in spec.layer_groups:
-            self._checkpoints = Checkpoints(spec.max_num_seqs, spec.block_size, device)
+            self._checkpoints = Checkpoints(spec.max_num_seqs + spec.num_snapshots, spec.block_size, device)
         rows = (self._block_tables, self._checkpoints, self._next_inputs, self._item_rows, self.items)
         self._layers = StepLayers(spec, model, kv_caches, *rows, self._graphs, wanted.piecewise)
         self._full: FullGraphs | None = None
@@ -188,10 +191,15 @@ class Stage:
         began, result = now_ns(), None
         if self._cpu_kv is not None:
             self._cpu_kv.before_step(plan)
+        copies = unpack(StateCopies, plan.state_copies.data) if len(plan.state_copies) else None
+        if copies is not None:
+            self._copy_states(copies.saved_rows, self._num_rows + copies.saved_snapshots)
         batch = self._batches.of(plan, self._announced.popleft())
         starting = StartingRows(plan, self._device) if len(plan.start_rows) else None
         if starting is not None:
             self._start(starting)
+        if copies is not None:
+            self._copy_states(self._num_rows + copies.restored_snapshots, copies.restored_rows)
         left = None
         if self._next_inputs is not None:
             left = self._next_inputs.take_feedback(batch)
@@ -207,6 +215,12 @@ class Stage:
         if self._cpu_kv is not None:
             self._cpu_kv.after_step(plan)
         return result
+
+    def _copy_states(self, sources: Int32s, targets: Int32s) -> None:
+        """Copy states of rows; snapshots are the rows behind those of requests. A stage without states has none."""
+        if self._checkpoints is not None and len(sources):
+            both = (sources.astype(np.int64), targets.astype(np.int64))
+            self._checkpoints.copy(self._layers.kv_caches, *to_device_together(both, self._device))
 
     def _start(self, starting: StartingRows) -> None:
         """Take over rows that start, in every table but that of the next inputs: feedback of old owners comes first."""

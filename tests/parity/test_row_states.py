@@ -6,6 +6,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +202,54 @@ def test_texts_stay_whatever_happens(group, model, undisturbed, monkeypatch):
     assert comparison.num_excused <= max(1, comparison.num_tokens // 1000)
     for what in ("handed over", "preempted", "late masks", "accepted", "refused") if not group else ():
         assert met[what], f"{what} was never met"
+
+
+def _turns(rng: random.Random, vocab_size: int, system: list[int]) -> list[list[int]]:
+    """Return prompts of a conversation: each is the one before, a made-up answer, and what is asked next."""
+    prompts, text = [], list(system)
+    for _ in range(3):
+        text = text + [rng.randrange(vocab_size) for _ in range(rng.randint(1, 20))]
+        prompts.append(list(text))
+    return prompts
+
+
+@pytest.mark.parametrize(
+    "family", [STATE_FAMILIES[0], *(pytest.param(f, marks=pytest.mark.full) for f in STATE_FAMILIES[1:])]
+)
+def test_prompts_begin_with_snapshots(family, tmp_path):
+    """Turns, shared system prompts and prompts that part at each place within blocks; few snapshots and many."""
+    comparison, met = ExactComparison(), Counter()
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        path = make_checkpoint(family, seed, tmp_path / str(seed), min_layers=4)
+        speculative = {"method": "ngram", "num_speculative_tokens": (1, 3, 7)[seed % 3]} if seed % 2 else {}
+        plan = _plan(path, seed, num_state_snapshots=(16, 2)[seed % 2], min_prefill_chunk_tokens=1, **speculative)
+        engine, size = LocalEngine(plan), plan.config.cache.block_size
+        vocab_size = plan.model.vocab_size
+        system = [rng.randrange(vocab_size) for _ in range(3 * size + rng.randrange(size))]
+        listed = [_turns(rng, vocab_size, system) for _ in range(3)]
+        prompts = [prompt for of_turn in zip(*listed, strict=True) for prompt in of_turn]
+        whole = [rng.randrange(vocab_size) for _ in range(3 * size)]
+        prompts += [[*whole[:end], rng.randrange(vocab_size)] for end in range(size - 1, 3 * size)]
+
+        def generate(prompts, lengths, engine=engine, at_once=False):
+            listed = [
+                (prompt, SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True))
+                for prompt, length in zip(prompts, lengths, strict=True)
+            ]
+            found = []
+            for some in [listed] if at_once else [[each] for each in listed]:
+                found += engine.generate(*map(list, zip(*some, strict=True)))
+                engine.scheduler.check_integrity()
+            return found
+
+        comparison.compare(path, prompts, 6, generate)
+        comparison.compare(path, prompts, 6, partial(generate, at_once=True))
+        stats = engine.stats()
+        met["hits"] += stats.num_prefix_hit_tokens
+        met["looked up"] += stats.num_prefix_query_tokens
+        met["none to spare"] += stats.num_snapshots == plan.config.cache.num_state_snapshots
+    print(f"\n{family}: {dict(met)}")
+    comparison.assert_rare()
+    assert met["hits"] > met["looked up"] / 4
+    assert met["none to spare"]

@@ -464,7 +464,7 @@ def _replay(
     else:
         before, at = tl.load(held + index), tl.minimum(target, first)
         # What the convolution of later steps sees. No two programs write different things.
-        for back in tl.static_range(NUM_INPUTS):
+        for back in range(tl.minimum(count, NUM_INPUTS)):
             written = end - 1 - back
             taken = x + (begin + count - 1 - back).to(tl.int64) * X_STRIDE
             input_cell = inputs + (row * NUM_INPUTS + tl.maximum(written, 0) % NUM_INPUTS) * WIDTH

@@ -82,10 +82,10 @@ def test_wrong_fields_are_refused_by_name(tmp_path: Path, changes: dict[str, Any
 @pytest.mark.parametrize("max_drafts", [0, 3, 7])
 def test_planned_bytes_of_a_row_are_what_is_allocated(max_drafts: int) -> None:
     config = load_model_config(LARGE)
-    planned = state_bytes_per_row(config, 16, max_drafts, 2)
+    planned = state_bytes_per_row(config, 16, max_drafts, 2, has_snapshots=False)
     shape = config.attention[0].cache
     assert isinstance(shape, RowState)
-    state = allocate_layer_state(shape, 1, 16, max_drafts, torch.bfloat16, torch.device("cpu"))
+    state = allocate_layer_state(shape, 1, 16, max_drafts, torch.bfloat16, torch.device("cpu"), has_snapshots=False)
     assert planned[0] == sum(part.nbytes for part in state)
     assert sum(planned) == 48 * planned[0]
     a_state_per_token = 48 * 48 * 128 * 128 * 4 * (1 + max_drafts)

@@ -459,7 +459,7 @@ def call_states(_: Workspace) -> None:
     )
     for max_drafts in (0, 3, 7) if IS_FULL else (3,):
         delta = CudaGatedDelta(heads_of, block_size=16, max_query_len=1 + max_drafts, device=DEVICE)
-        state = allocate_layer_state(shape, 1, 16, max_drafts, BF16, CPU)
+        state = allocate_layer_state(shape, 1, 16, max_drafts, BF16, CPU, has_snapshots=False)
         numbers = torch.zeros(3, dtype=torch.int32)
         batch = AttentionBatch(1, 1, numbers, [], [], [24], [24])
         batch.spans = RowSpans(torch.zeros(2, dtype=torch.int64), *[numbers] * 2, numbers.long(), numbers, numbers)
