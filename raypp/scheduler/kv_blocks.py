@@ -570,19 +570,26 @@ class KvBlocks:
             return num_tokens
         return min(num_tokens, shared + self._block_size - start)
 
-    def save_state(self, state: RequestState, num_computed_tokens: int, *, is_last: bool) -> None:
-        """Order a snapshot of a row whose next tokens a chunk has computed, if it was its last one or cut for this.
+    def save_state(self, state: RequestState, num_tokens: int, num_ahead: int = 0) -> None:
+        """Order a snapshot of a request's row, which stands behind the last block that ends before a token.
 
         Args:
-            state: Its request.
-            num_computed_tokens: Up to the end of the chunk.
-            is_last: Whether all known tokens are computed.
+            state: The request.
+            num_tokens: Up to that token, its own included; all before it are computed.
+            num_ahead: The most tokens that steps have computed behind it. If they may have moved the row's checkpoint,
+                there is no snapshot.
         """
-        end = (num_computed_tokens - 1) // self._block_size  # where its checkpoint stands
-        if self.snapshots is None or not self._offers or not end or not (is_last or end == state.num_shared_blocks):
+        end = (num_tokens - 1) // self._block_size
+        if self.snapshots is None or not self._offers or not end:
+            return
+        if (num_tokens - 1 + num_ahead) // self._block_size != end:
             return
         self._extend_hashes(state, end)
         self.snapshots.save(state.block_hashes[end - 1], state.row)
+
+    def ends_shared(self, state: RequestState) -> bool:
+        """Return whether the chunk that was dispatched last was cut for a snapshot, see `to_snapshot`."""
+        return (state.num_prefilled_tokens - 1) // self._block_size == state.num_shared_blocks
 
     def restore_state(self, state: RequestState, prefix: Prefix) -> None:
         """Order that a request's row begins with the state behind its prefix."""

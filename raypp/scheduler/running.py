@@ -241,7 +241,8 @@ class RunningRequests:
         state.last_step = step.step_id
         state.num_prefilled_tokens += chunk.num_tokens
         self._kv.offer(state, state.num_prefilled_tokens)
-        self._kv.save_state(state, state.num_prefilled_tokens, is_last=chunk.is_last)
+        if chunk.is_last or self._kv.ends_shared(state):
+            self._kv.save_state(state, state.num_prefilled_tokens)
         if state.item_pin is not None and state.num_prefilled_tokens >= state.item_pin.end:
             step.freed_pins.append(state.item_pin)
             state.item_pin = None

@@ -359,6 +359,8 @@ class Scheduler:
         if reason:
             if reason is FinishReason.ERROR:
                 self.without_logits.append(state.request)
+            elif state.row != NO_ROW:  # the next turn of a conversation begins with this one
+                self._kv.save_state(state, state.num_tokens, state.max_in_flight_tokens)
             self._end(state)
         return taken
 

@@ -184,6 +184,7 @@ def test_texts_stay_whatever_happens(group, model, undisturbed, monkeypatch):
                     "max_num_batched_tokens": rng.choice([32, 40, 64]),
                     "min_prefill_chunk_tokens": rng.choice([1, 8]),
                     "num_kv_blocks": 1 + rng.choice([480, 4000]) // block_size,
+                    "num_state_snapshots": rng.choice([0, 1, 2, 8]),
                     **({"speculative": ngram} if num_drafts else {}),
                 }
             )
@@ -195,22 +196,14 @@ def test_texts_stay_whatever_happens(group, model, undisturbed, monkeypatch):
         met["handed over"] += engines.num_handed_over > 0
         met["preempted"] += stats.num_preemptions > 0
         met["late masks"] += stats.num_late_masks > 0
+        met["hits"] += stats.num_prefix_hit_tokens > 0
         met["accepted"] += stats.num_accepted_tokens > 0
         met["refused"] += stats.num_accepted_tokens < stats.num_draft_tokens
         comparison.compare(answers, undisturbed)
     print(f"\n{dict(met)}: {comparison.num_tokens} tokens are equal, {comparison.num_excused} near-ties excused")
     assert comparison.num_excused <= max(1, comparison.num_tokens // 1000)
-    for what in ("handed over", "preempted", "late masks", "accepted", "refused") if not group else ():
+    for what in ("handed over", "preempted", "late masks", "accepted", "refused", "hits") if not group else ():
         assert met[what], f"{what} was never met"
-
-
-def _turns(rng: random.Random, vocab_size: int, system: list[int]) -> list[list[int]]:
-    """Return prompts of a conversation: each is the one before, a made-up answer, and what is asked next."""
-    prompts, text = [], list(system)
-    for _ in range(3):
-        text = text + [rng.randrange(vocab_size) for _ in range(rng.randint(1, 20))]
-        prompts.append(list(text))
-    return prompts
 
 
 @pytest.mark.parametrize(
@@ -227,12 +220,10 @@ def test_prompts_begin_with_snapshots(family, tmp_path):
         engine, size = LocalEngine(plan), plan.config.cache.block_size
         vocab_size = plan.model.vocab_size
         system = [rng.randrange(vocab_size) for _ in range(3 * size + rng.randrange(size))]
-        listed = [_turns(rng, vocab_size, system) for _ in range(3)]
-        prompts = [prompt for of_turn in zip(*listed, strict=True) for prompt in of_turn]
         whole = [rng.randrange(vocab_size) for _ in range(3 * size)]
-        prompts += [[*whole[:end], rng.randrange(vocab_size)] for end in range(size - 1, 3 * size)]
+        prompts = [[*whole[:end], rng.randrange(vocab_size)] for end in range(size - 1, 3 * size)]
 
-        def generate(prompts, lengths, engine=engine, at_once=False):
+        def generate(prompts, lengths, engine=engine, at_once=False, answers=None):
             listed = [
                 (prompt, SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True))
                 for prompt, length in zip(prompts, lengths, strict=True)
@@ -241,11 +232,23 @@ def test_prompts_begin_with_snapshots(family, tmp_path):
             for some in [listed] if at_once else [[each] for each in listed]:
                 found += engine.generate(*map(list, zip(*some, strict=True)))
                 engine.scheduler.check_integrity()
+            if answers is not None:
+                answers += found
             return found
 
         comparison.compare(path, prompts, 6, generate)
         comparison.compare(path, prompts, 6, partial(generate, at_once=True))
+        turns, before = [system] * 3, engine.stats()
+        for _ in range(3):
+            turns = [turn + [rng.randrange(vocab_size) for _ in range(rng.randint(1, 20))] for turn in turns]
+            answers: list[list[int]] = []
+            comparison.compare(path, turns, 12, partial(generate, answers=answers))
+            turns = [turn + list(answer) for turn, answer in zip(turns, answers, strict=True)]
         stats = engine.stats()
+        of_turns = stats.num_prefix_hit_tokens - before.num_prefix_hit_tokens
+        met["hits of turns, %"] += round(
+            100 * of_turns / (stats.num_prefix_query_tokens - before.num_prefix_query_tokens)
+        )
         met["hits"] += stats.num_prefix_hit_tokens
         met["looked up"] += stats.num_prefix_query_tokens
         met["none to spare"] += stats.num_snapshots == plan.config.cache.num_state_snapshots
