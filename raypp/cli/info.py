@@ -199,6 +199,10 @@ def _stage_lines(fit: Mapping[str, Any]) -> Iterator[str]:
             f"KV of {fit['num_cpu_kv_tokens']:,} tokens that had to make room: in each stage's machine up to "
             f"{most} GiB of main memory{whole}."
         )
+    if fit["num_snapshots"]:
+        most = _gib(max(stage["row_bytes"] for stage in fit["stages"]) * fit["num_snapshots"])
+        number = counted(fit["num_snapshots"], "snapshot")
+        yield f"Of the states, {number} for prompts that begin alike: up to {most} GiB per stage."
     if fit["device"] == "cpu" and fit["fits"]:
         taken = sum(stage["share_bytes"] - stage["left_bytes"] for stage in fit["stages"])
         there = fit["stages"][0]["device_bytes"]

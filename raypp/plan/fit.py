@@ -22,7 +22,7 @@ from raypp.models.sizes import layer_sizes, parameter_counts
 from raypp.plan.engine_layout import EngineLayout, lay_out
 from raypp.plan.engine_plan import EnginePlan, plan_layout
 from raypp.plan.hardware import Hardware, Machine, described_hardware, num_machines_for
-from raypp.plan.stage_memory import block_mix, check_one_machine
+from raypp.plan.stage_memory import block_mix, check_one_machine, num_snapshots
 
 REQUEST_LENGTHS = (2048, 8192, 32768)
 """Tokens of the requests that are counted, besides the longest that can be: prompt and output together."""
@@ -111,6 +111,7 @@ class Fit:
             "model_max_len": self.layout.model.max_position_embeddings,
             "max_num_seqs": self.max_num_seqs,
             "asked_max_num_seqs": self.config.scheduler.max_num_seqs,
+            "num_snapshots": num_snapshots(self.layout.config) if self.layout.model.has_row_states else 0,
             "requests": [
                 {
                     "num_tokens": length,

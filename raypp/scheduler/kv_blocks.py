@@ -439,31 +439,38 @@ class KvBlocks:
         return Prefix(end, firsts, tuple(blocks))
 
     def is_being_computed(self, state: RequestState, index: int, prefilling: Iterable[RequestState]) -> bool:
-        """Return whether a prefill under way will offer the block after a waiting request's cached prefix.
+        """Return whether a prefill under way will offer more than a waiting request's cached prefix.
 
-        It does so when the chunk that holds the block is dispatched, and such chunks come before those of new requests.
-        So a request that waits for the block loses little, and the continuations of one prompt, or requests that begin
-        alike, compute their beginning once.
+        It does so when the chunk that holds the next block is dispatched, or the one behind which a snapshot stands,
+        and such chunks come before those of new requests. So a request that waits for it loses little, and the
+        continuations of one prompt, or requests that begin alike, compute their beginning once.
 
         Args:
             state: The waiting request; `find_prefix` was called just before.
             index: Blocks of its prefix.
             prefilling: The requests whose prefill is under way.
         """
-        block_size = self._limits.block_size
-        if (
-            not self._limits.enable_prefix_caching
-            or state.scores_prompt
-            or index >= (state.num_tokens - 1) // block_size
-        ):
+        most = (state.num_tokens - 1) // self._block_size
+        if not self._limits.enable_prefix_caching or state.scores_prompt or index >= most:
             return False
-        key = state.block_hashes[index]
         for other in prefilling:
-            if other.num_offered_blocks <= index < self._num_hashable(other.num_prefill_tokens) // block_size:
-                self._extend_hashes(other, index + 1)
-                if other.block_hashes[index] == key:
-                    return True
+            for end in self._ends_to_come(other, index):
+                if index < end <= most:
+                    self._extend_hashes(other, end)
+                    if other.block_hashes[end - 1] == state.block_hashes[end - 1]:
+                        return True
         return False
+
+    def _ends_to_come(self, other: RequestState, index: int) -> tuple[int, ...]:
+        """Return behind how many blocks others will be able to begin, of those that a prefill under way computes.
+
+        Where no snapshots are needed, the next one counts that is behind the first `index`.
+        """
+        if self.snapshots is None:
+            num_full = self._num_hashable(other.num_prefill_tokens) // self._block_size
+            return (index + 1,) if other.num_offered_blocks <= index < num_full else ()
+        last, shared = (other.num_prefill_tokens - 1) // self._block_size, other.num_shared_blocks
+        return (last, shared) if other.num_prefilled_tokens <= shared * self._block_size else (last,)
 
     def try_admit(self, state: RequestState, prefix: Prefix, num_tokens: int, num_reserved: int) -> int:
         """Give a request the blocks that it starts with, if enough others stay free.

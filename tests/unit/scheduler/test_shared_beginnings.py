@@ -13,10 +13,12 @@ def _computed_prompt_tokens(pipeline: Pipeline) -> int:
     return sum(int(plan.num_scheduled_tokens[plan.num_decode_rows :].sum()) for plan in pipeline.plans)
 
 
+@pytest.mark.parametrize("num_snapshots", [None, 1])
 @pytest.mark.parametrize("num_stages", [1, 3])
 @pytest.mark.parametrize("num_prompt", [1, 4, 5, 40])
-def test_equal_prompts_that_come_together(num_prompt, num_stages):
-    limits = make_limits(num_stages=num_stages, enable_prefix_caching=True, max_num_batched_tokens=16)
+def test_equal_prompts_that_come_together(num_prompt, num_stages, num_snapshots):
+    sizes = {"num_stages": num_stages, "num_snapshots": num_snapshots, "max_num_batched_tokens": 16}
+    limits = make_limits(enable_prefix_caching=True, **sizes)
     scheduler = Scheduler(limits)
     pipeline = Pipeline(scheduler)
     for index in range(5):

@@ -1,0 +1,75 @@
+"""Where states of rows are kept for prompts that begin alike, and which plans copy them."""
+
+from __future__ import annotations
+
+import numpy as np
+from drive import Pipeline, make_limits, make_request
+
+from raypp.messages import StateCopies, StepPlan, unpack
+from raypp.scheduler.kv_blocks import StateSnapshots
+from raypp.scheduler.scheduler import Scheduler
+
+
+def _pipeline(**limits) -> Pipeline:
+    return Pipeline(Scheduler(make_limits(num_stages=1, enable_prefix_caching=True, num_snapshots=4, **limits)))
+
+
+def _run(pipeline: Pipeline, name: str, prompt: list[int], max_tokens: int = 1) -> int:
+    """Return the prompt tokens that a request found computed."""
+    request = make_request(name, prompt, max_tokens=max_tokens)
+    pipeline.scheduler.add(request)
+    pipeline.finish()
+    return request.num_cached_tokens
+
+
+def _copies(plan: StepPlan) -> StateCopies:
+    return unpack(StateCopies, plan.state_copies.data)
+
+
+def test_a_conversation_goes_on_from_its_last_answer():
+    pipeline, prompt = _pipeline(), list(range(10))
+    assert _run(pipeline, "a", prompt, max_tokens=8) == 0
+    answer = [7] * 8  # the last one is not computed
+    assert _run(pipeline, "b", prompt) == 8
+    assert _run(pipeline, "c", [*prompt, *answer, 1, 2, 3]) == 16
+    pipeline.scheduler.check_integrity()
+
+
+def test_a_chunk_ends_where_prompts_part():
+    pipeline, system = _pipeline(), list(range(100, 130))  # 7 full blocks
+    prompts = [[*system, *[index] * 20] for index in range(4)]
+    assert [_run(pipeline, str(index), prompt) for index, prompt in enumerate(prompts)] == [0, 0, 28, 28]
+    [cut] = [plan for plan in pipeline.plans if plan.num_scheduled_tokens.tolist() == [32]]
+    assert not cut.samples[0]
+
+
+def test_short_beginnings_are_not_worth_a_chunk():
+    pipeline = _pipeline(min_prefill_chunk_tokens=32)
+    prompts = [[*range(30), *[100 + index] * 20] for index in range(3)]
+    assert [_run(pipeline, str(index), prompt) for index, prompt in enumerate(prompts)] == [0, 0, 0]
+
+
+def test_a_plan_saves_what_the_step_before_left_and_restores_rows_that_start():
+    pipeline = _pipeline()
+    _run(pipeline, "a", list(range(10)), max_tokens=2)
+    _run(pipeline, "b", list(range(10)), max_tokens=2)
+    first, second, third, *_ = pipeline.plans
+    assert not len(first.state_copies)
+    assert _copies(second).saved_rows.tolist() == first.rows.tolist()
+    assert _copies(third).restored_rows.tolist() == third.start_rows.tolist()
+    assert _copies(third).restored_snapshots.tolist() == _copies(second).saved_snapshots.tolist()
+
+
+def test_the_least_recently_used_makes_room():
+    snapshots = StateSnapshots(2)
+    for row, key in enumerate((b"a", b"b")):
+        snapshots.save(key, row)
+    snapshots.take_copies()
+    snapshots.restore(b"a", 5)
+    snapshots.take_copies()
+    snapshots.save(b"c", 3)
+    copies = unpack(StateCopies, snapshots.take_copies().data)
+    assert (copies.saved_rows.tolist(), copies.saved_snapshots.tolist()) == ([3], [1])
+    assert [snapshots.longest_prefix(keys) for keys in ([b"a"], [b"b"], [b"x", b"c", b"y"])] == [1, 0, 2]
+    assert not np.any(snapshots.take_copies())
+    snapshots.check_integrity()
