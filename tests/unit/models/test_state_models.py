@@ -143,7 +143,9 @@ def test_states_limit_the_requests_that_run(caplog: pytest.LogCaptureFixture) ->
     assert 100 < num_rows < 200
     assert f"max_num_seqs is {num_rows} instead of 256" in caplog.text
     assert plan.stage_spec(0).max_num_seqs == num_rows + 2
-    assert [stage.state_bytes for stage in plan.stages] == [(num_rows + 2) * stage.row_bytes for stage in plan.memory]
+    assert [stage.state_bytes for stage in plan.stages] == [
+        (num_rows + 2 + num_rows // 4) * stage.row_bytes for stage in plan.memory
+    ]
     for memory, stage in zip(plan.memory, plan.stages, strict=True):
         assert memory.taken_bytes + stage.kv_cache_bytes <= memory.share_bytes
     assert _plan(max_model_len=2048).config.scheduler.max_num_seqs > num_rows
@@ -177,7 +179,7 @@ def test_rows_fit_a_cache_of_given_bytes_on_a_cpu(tmp_path: Path) -> None:
     assert 2 <= rows[0] < rows[1] == 256
     for memory in plans[0].memory:
         assert memory.state_bytes + memory.kv([plans[0].num_blocks]) <= 1 << 21
-    with pytest.raises(ResourceError, match="states of 4 rows"):
+    with pytest.raises(ResourceError, match="states of 5 rows"):
         plan_engine(EngineConfig.from_flat(str(path), kv_cache_bytes=4096, **sizes), Hardware(2))
 
 
@@ -209,7 +211,16 @@ def test_layers_of_each_kind_are_compiled(tmp_path: Path, family: str) -> None:
                 torch.testing.assert_close(found, twin.after_attention(hidden.clone(), attended))
 
 
-def test_prompts_share_nothing() -> None:
-    assert not _plan().scheduler_limits().enable_prefix_caching
+def test_prompts_begin_with_snapshots_of_states() -> None:
+    for settings, num_snapshots, num_rows in (
+        ({}, 4, 22),
+        ({"num_state_snapshots": 30}, 30, 48),
+        ({"num_state_snapshots": 0}, 0, 18),
+        ({"enable_prefix_caching": False}, 0, 18),
+    ):
+        plan = _plan(max_num_seqs=16, **settings)
+        limits = plan.scheduler_limits()
+        assert (limits.num_snapshots, limits.enable_prefix_caching) == (num_snapshots, num_snapshots > 0)
+        assert plan.memory[0].num_rows == num_rows
     with pytest.raises(ConfigError, match="cpu_kv_bytes"):
         _plan(cpu_kv_bytes=GIB)

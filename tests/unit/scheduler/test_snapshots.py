@@ -6,8 +6,8 @@ import numpy as np
 from drive import Pipeline, make_limits, make_request
 
 from raypp.messages import StateCopies, StepPlan, unpack
-from raypp.scheduler.kv_blocks import StateSnapshots
 from raypp.scheduler.scheduler import Scheduler
+from raypp.scheduler.state_snapshots import StateSnapshots
 
 
 def _pipeline(**limits) -> Pipeline:
