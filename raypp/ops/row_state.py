@@ -74,10 +74,15 @@ class Checkpoints:
         num_rows: Of the tables; snapshots are rows, too.
         block_size: Tokens between two checkpoints.
         device: Of the stage.
+        memories: What the stage's layers keep.
     """
 
-    def __init__(self, num_rows: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, block_size: int, device: torch.device, memories: Sequence[LayerMemory] = ()
+    ) -> None:
         self._block_size = block_size
+        self._memories = memories
+        self._of_rows: dict[int, list[list[torch.Tensor]]] = {}
         self.positions = torch.zeros(num_rows, dtype=torch.int32, device=device)
         """[num_rows] int32, at an address that never changes."""
 
@@ -85,10 +90,19 @@ class Checkpoints:
         """Begin with rows anew. Shapes: rows [S] int64."""
         self.positions.index_fill_(0, rows, 0)
 
-    def copy(self, memories: Sequence[LayerMemory], sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Let rows have what others have. Shapes: sources and targets [N] int64, all targets differ."""
-        for tensor in (self.positions, *moved_on(memories)):
-            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+    def copy(self, source: int, target: int) -> None:
+        """Let a row have what another one has, in a launch or two however many layers there are."""
+        for into, parts in zip(self._parts_of(target), self._parts_of(source), strict=True):
+            torch._foreach_copy_(into, parts)
+
+    def _parts_of(self, row: int) -> list[list[torch.Tensor]]:
+        """Return all that a row has, in lists of one type each."""
+        if row not in self._of_rows:
+            parts: dict[torch.dtype, list[torch.Tensor]] = {}
+            for tensor in (self.positions, *moved_on(self._memories)):
+                parts.setdefault(tensor.dtype, []).append(tensor[row])
+            self._of_rows[row] = list(parts.values())
+        return self._of_rows[row]
 
     def spans(
         self,

@@ -371,14 +371,16 @@ class KvBlocks:
         num_tokens = state.num_scored_tokens if state.scores_prompt else state.num_tokens - 1
         end = num_tokens // self._block_size
         self._extend_hashes(state, end)
-        keys, before, state.num_shared_blocks = state.block_hashes[:end], -1, 0
+        keys, before, shared = state.block_hashes[:end], -1, 0
         while end != before:  # a group that has less may make another one have less
             before = end
             for group in self.groups:
                 end = group.longest_prefix(keys[:end])
             if self.snapshots is not None:
-                state.num_shared_blocks = max(state.num_shared_blocks, end)
+                shared = max(shared, end)
                 end = self.snapshots.longest_prefix(keys[:end])
+        is_worth_a_chunk = (shared - end) * self._block_size >= self._limits.min_prefill_chunk_tokens
+        state.num_shared_blocks = shared if is_worth_a_chunk else 0
         firsts = tuple([group.first_seen(end * self._block_size) for group in self.groups])
         blocks = [
             [group.cache.block_of.get(key, NULL_BLOCK) for key in keys[first:end]]
@@ -513,7 +515,7 @@ class KvBlocks:
     def to_snapshot(self, state: RequestState, start: int, num_tokens: int) -> int:
         """Return how many of a chunk's tokens to compute at first, so that a snapshot can stand behind shared blocks.
 
-        The next request that begins alike starts there. A chunk is cut only if that saves it one of the least size.
+        The next request that begins alike starts there.
 
         Args:
             state: A request whose next chunk it is.
@@ -521,7 +523,7 @@ class KvBlocks:
             num_tokens: Of the chunk.
         """
         shared = state.num_shared_blocks * self._block_size
-        if self.snapshots is None or not start + self._limits.min_prefill_chunk_tokens <= shared < start + num_tokens:
+        if not shared or not start <= shared < start + num_tokens:
             return num_tokens
         return min(num_tokens, shared + self._block_size - start)
 
@@ -540,7 +542,9 @@ class KvBlocks:
         if (num_tokens - 1 + num_ahead) // self._block_size != end:
             return
         self._extend_hashes(state, end)
-        self.snapshots.save(state.block_hashes[end - 1], state.row)
+        of_prompt = (state.num_prefill_tokens - 1) // self._block_size
+        before = state.block_hashes[of_prompt - 1] if 0 < of_prompt < end else None
+        self.snapshots.save(state.block_hashes[end - 1], state.row, before)
 
     def ends_shared(self, state: RequestState) -> bool:
         """Return whether the chunk that was dispatched last was cut for a snapshot, see `to_snapshot`."""

@@ -70,9 +70,7 @@ class RequestState:
     has_new_blocks: bool = False  # whether the next plan carries entries of them
     block_hashes: list[bytes] = field(default_factory=list)  # of leading full blocks, as far as they were needed
     num_offered_blocks: int = 0  # leading blocks that came from the prefix cache or were offered to it
-    num_shared_blocks: int = (
-        0  # leading blocks that others had when it was admitted: a snapshot is to stand behind them
-    )
+    num_shared_blocks: int = 0  # leading blocks that others have, if a snapshot is to stand behind them
     num_wanted_blocks: tuple[int, ...] = ()  # by group: free blocks that the last failed attempt to admit it needed
 
     item_pin: ItemPin | None = None  # from the order of its images to the dispatch of the last chunk with one

@@ -33,13 +33,21 @@ class StateSnapshots:
         """Return the most leading blocks behind which a snapshot stands."""
         return next((end for end in range(len(keys), 0, -1) if keys[end - 1] in self._snapshot_of), 0)
 
-    def save(self, key: bytes, row: int) -> None:
-        """Order a copy of a row's state as the last plan leaves it, unless there is one."""
+    def save(self, key: bytes, row: int, before: bytes | None = None) -> None:
+        """Order a copy of a row's state as the last plan leaves it, unless there is one.
+
+        Args:
+            key: Of the last block whose tokens it covers.
+            row: Whose it is.
+            before: The key of an earlier one of the row, of less use from now on: it makes room first.
+        """
         if key not in self._snapshot_of:
             snapshot = self._blank.pop() if self._blank else self._snapshot_of.popitem(last=False)[1]
             self._snapshot_of[key] = snapshot
             self._saved[snapshot] = row
         self._snapshot_of.move_to_end(key)
+        if before is not None and before in self._snapshot_of:
+            self._snapshot_of.move_to_end(before, last=False)
 
     def restore(self, key: bytes, row: int) -> None:
         """Order a copy of a snapshot to a row that starts with the next plan."""

@@ -14,12 +14,10 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
 import torch
 
 from raypp.graphs.graph_manager import CudaGraphManager, graph_maker
 from raypp.messages import Int32s, MaskUpdate, StateCopies, StepForm, StepPlan, Unrecorded, unpack
-from raypp.ops.host_to_device import to_device_together
 from raypp.ops.row_state import Checkpoints, LayerMemory
 from raypp.ops.row_tokens import RowTokens
 from raypp.row_params import Needs
@@ -116,7 +114,8 @@ class Stage:
         compile_ahead(spec, model, kv_caches, sampler, wanted.full)
         self._checkpoints: Checkpoints | None = None
         if None in spec.layer_groups:
-            self._checkpoints = Checkpoints(spec.max_num_seqs + spec.num_snapshots, spec.block_size, device)
+            num_rows = spec.max_num_seqs + spec.num_snapshots
+            self._checkpoints = Checkpoints(num_rows, spec.block_size, device, kv_caches)
         rows = (self._block_tables, self._checkpoints, self._next_inputs, self._item_rows, self.items)
         self._layers = StepLayers(spec, model, kv_caches, *rows, self._graphs, wanted.piecewise)
         self._full: FullGraphs | None = None
@@ -218,9 +217,9 @@ class Stage:
 
     def _copy_states(self, sources: Int32s, targets: Int32s) -> None:
         """Copy states of rows; snapshots are the rows behind those of requests. A stage without states has none."""
-        if self._checkpoints is not None and len(sources):
-            both = (sources.astype(np.int64), targets.astype(np.int64))
-            self._checkpoints.copy(self._layers.kv_caches, *to_device_together(both, self._device))
+        if self._checkpoints is not None:
+            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+                self._checkpoints.copy(source, target)
 
     def _start(self, starting: StartingRows) -> None:
         """Take over rows that start, in every table but that of the next inputs: feedback of old owners comes first."""

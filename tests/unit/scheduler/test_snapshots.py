@@ -43,6 +43,12 @@ def test_a_chunk_ends_where_prompts_part():
     assert not cut.samples[0]
 
 
+def test_a_chunk_may_end_just_before_the_place_where_prompts_part():
+    pipeline, system = _pipeline(max_num_batched_tokens=28), list(range(100, 130))
+    prompts = [[*system, *[index] * 20] for index in range(3)]
+    assert [_run(pipeline, str(index), prompt) for index, prompt in enumerate(prompts)] == [0, 0, 28]
+
+
 def test_short_beginnings_are_not_worth_a_chunk():
     pipeline = _pipeline(min_prefill_chunk_tokens=32)
     prompts = [[*range(30), *[100 + index] * 20] for index in range(3)]
@@ -71,5 +77,9 @@ def test_the_least_recently_used_makes_room():
     copies = unpack(StateCopies, snapshots.take_copies().data)
     assert (copies.saved_rows.tolist(), copies.saved_snapshots.tolist()) == ([3], [1])
     assert [snapshots.longest_prefix(keys) for keys in ([b"a"], [b"b"], [b"x", b"c", b"y"])] == [1, 0, 2]
+    snapshots.save(b"d", 4, b"c")
+    snapshots.save(b"e", 4)
+    assert [snapshots.longest_prefix([key]) for key in (b"a", b"c", b"d", b"e")] == [0, 0, 1, 1]
+    snapshots.take_copies()
     assert not np.any(snapshots.take_copies())
     snapshots.check_integrity()
