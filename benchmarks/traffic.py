@@ -83,6 +83,8 @@ class Traffic:
     """Tokens of an answer."""
     shared: float = 0.0
     """The part of a first prompt, 0..1, that is the beginning of one of `NUM_PREFIXES` texts."""
+    system: int = 0
+    """Tokens of a system prompt, with which all begin."""
     turns: int = 1
     """Requests of a conversation: each begins with all that was said before, and is sent when that is answered."""
     sampling: str = "greedy"
@@ -91,26 +93,29 @@ class Traffic:
     @property
     def max_len(self) -> int:
         """The most tokens of a request, its answer included."""
-        return self.turns * (self.input.most + self.output.most)
+        return self.system + self.turns * (self.input.most + self.output.most)
 
     @property
     def shares(self) -> bool:
         """Whether requests find anything in a prefix cache."""
-        return self.shared > 0 or self.turns > 1
+        return self.shared > 0 or self.system > 0 or self.turns > 1
 
     def conversations(self, vocab_size: int, seed: int) -> list[list[Turn]]:
         """Return the turns of every conversation."""
         rng = random.Random(seed)
         prefixes = [_tokens(self.input.most, vocab_size, rng) for _ in range(NUM_PREFIXES * self.shares)]
-        return [list(self._turns(prefixes, vocab_size, rng)) for _ in range(self.requests)]
+        system = _tokens(self.system, vocab_size, rng)
+        return [list(self._turns(system, prefixes, vocab_size, rng)) for _ in range(self.requests)]
 
-    def _turns(self, prefixes: list[list[int]], vocab_size: int, rng: random.Random) -> Iterator[Turn]:
+    def _turns(
+        self, system: list[int], prefixes: list[list[int]], vocab_size: int, rng: random.Random
+    ) -> Iterator[Turn]:
         for index in range(self.turns):
             num_tokens, num_shared = self.input.draw(rng), 0
-            beginning: list[int] = []
+            beginning = [] if index else list(system)
             if self.shared and not index:
                 num_shared = round(self.shared * num_tokens)
-                beginning = rng.choice(prefixes)[:num_shared]
+                beginning += rng.choice(prefixes)[:num_shared]
             yield Turn(beginning + _tokens(num_tokens - num_shared, vocab_size, rng), self.output.draw(rng))
 
     def num_distinct_tokens(self, vocab_size: int, seed: int) -> int:
@@ -137,6 +142,9 @@ TRAFFIC: dict[str, Traffic] = {
     "shared-50": replace(_TAIL, shared=0.5),
     "shared-90": replace(_TAIL, shared=0.9),
     "turns": replace(_TAIL, requests=100, turns=4, input=Lengths.parse("lognormal:200:1.0:600")),
+    "turns-system": Traffic(
+        requests=8, system=4000, turns=5, input=Lengths("uniform", 50, 200), output=Lengths("uniform", 100, 200)
+    ),
     "turns-90": Traffic(requests=100, turns=8, shared=0.9, input=Lengths.parse("uniform:160:480"), output=_SHORT),
     "sampled": replace(_POISSON, rate=16.0, requests=192, sampling="qwen3"),
 }
@@ -161,7 +169,14 @@ def parse_traffic(text: str) -> Traffic:
         name, _, value = part.partition("=")
         if name not in known:
             raise ValueError(f"traffic has no {name!r}; {', '.join(sorted(known))} are its fields")
-        readers: dict[str, Any] = {"requests": int, "turns": int, "rate": float, "shared": float, "sampling": str}
+        readers: dict[str, Any] = {
+            "requests": int,
+            "turns": int,
+            "system": int,
+            "rate": float,
+            "shared": float,
+            "sampling": str,
+        }
         changes[name] = readers.get(name, Lengths.parse)(value)
     return replace(traffic, **changes)
 
