@@ -196,13 +196,15 @@ def _for_row_states(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """
     if not model.has_row_states or not config.cache.enable_prefix_caching:
         return config
+    if config.cache.num_state_snapshots == 0:
+        return config.with_settings(enable_prefix_caching=False)
     if config.cache.cpu_kv_bytes:
         raise ConfigError(
             "cpu_kv_bytes keeps KV blocks for prompts that begin alike, and not the states that this model has besides",
             got=f"cpu_kv_bytes={config.cache.cpu_kv_bytes}, {model.architecture}, of whose layers some keep a state",
             expected="cpu_kv_bytes = 0",
         )
-    return config.with_settings(enable_prefix_caching=False) if config.cache.num_state_snapshots == 0 else config
+    return config
 
 
 def _refuse_for_transformers(config: EngineConfig) -> None:

@@ -256,7 +256,7 @@ def num_blocks_on_cpu(config: EngineConfig, mix: BlockMix, memory: Sequence[Stag
             "the KV cache is too small for one block",
             got=f"kv_cache_bytes={config.cache.kv_cache_bytes}",
             expected=f"at least {least} (the null block and one more{_and_states(memory)})",
-            hint="raise kv_cache_bytes or lower block_size",
+            hint=f"raise kv_cache_bytes or lower block_size{' or num_state_snapshots' if _and_states(memory) else ''}",
         )
     return num_blocks
 
@@ -271,7 +271,7 @@ def _and_states(memory: Sequence[StageMemory]) -> str:
     largest = max(memory, key=lambda stage: stage.row_bytes)
     if not largest.row_bytes:
         return ""
-    return f", and states of {largest.num_rows} rows, each {largest.row_bytes / 2**20:.1f} MiB"
+    return f", and states of {largest.num_rows} rows, snapshots included, each {largest.row_bytes / 2**20:.1f} MiB"
 
 
 def num_snapshots(config: EngineConfig) -> int:

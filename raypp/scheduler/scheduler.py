@@ -360,7 +360,9 @@ class Scheduler:
             if reason is FinishReason.ERROR:
                 self.without_logits.append(state.request)
             elif state.row != NO_ROW:  # the next turn of a conversation begins with this one
-                self._kv.save_state(state, state.num_tokens, state.max_in_flight_tokens)
+                # Stages go on from all tokens of a step, also where the request ends before the last of them.
+                num_left, num_ahead = len(token_ids) - len(taken), state.max_in_flight_tokens
+                self._kv.save_state(state, state.num_tokens, num_ahead + num_left if num_ahead else 0)
             self._end(state)
         return taken
 

@@ -23,6 +23,7 @@ class StateSnapshots:
         self._snapshot_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
         self._blank = list(range(num_snapshots - 1, -1, -1))
         self._num_snapshots = num_snapshots
+        self._begun_with: set[bytes] = set()
         self._saved: dict[int, int] = {}  # ordered since the last plan: snapshot -> row
         self._restored: dict[int, int] = {}  # likewise, row -> snapshot
 
@@ -39,19 +40,20 @@ class StateSnapshots:
         Args:
             key: Of the last block whose tokens it covers.
             row: Whose it is.
-            before: The key of an earlier one of the row, of less use from now on: it makes room first.
+            before: The key of an earlier one of the row: if nobody has begun with it, it makes room first.
         """
         if key not in self._snapshot_of:
-            snapshot = self._blank.pop() if self._blank else self._snapshot_of.popitem(last=False)[1]
+            snapshot = self._blank.pop() if self._blank else self._make_room()
             self._snapshot_of[key] = snapshot
             self._saved[snapshot] = row
         self._snapshot_of.move_to_end(key)
-        if before is not None and before in self._snapshot_of:
+        if before is not None and before in self._snapshot_of and before not in self._begun_with:
             self._snapshot_of.move_to_end(before, last=False)
 
     def restore(self, key: bytes, row: int) -> None:
         """Order a copy of a snapshot to a row that starts with the next plan."""
         self._restored[row] = self._snapshot_of[key]
+        self._begun_with.add(key)
         self._snapshot_of.move_to_end(key)
 
     def take_copies(self) -> Bytes:
@@ -63,8 +65,14 @@ class StateSnapshots:
         self._saved, self._restored = {}, {}
         return pack_inside(copies)
 
+    def _make_room(self) -> int:
+        key, snapshot = self._snapshot_of.popitem(last=False)
+        self._begun_with.discard(key)
+        return snapshot
+
     def check_integrity(self) -> None:
         """Assert that every snapshot is blank or has one key."""
         used = list(self._snapshot_of.values())
+        assert self._begun_with <= set(self._snapshot_of)
         assert sorted([*used, *self._blank]) == list(range(self._num_snapshots)), "a snapshot leaked, or has two keys"
         assert {*self._saved, *self._restored.values()} <= set(used), "a snapshot of a copy was given away"

@@ -179,7 +179,7 @@ def test_rows_fit_a_cache_of_given_bytes_on_a_cpu(tmp_path: Path) -> None:
     assert 2 <= rows[0] < rows[1] == 256
     for memory in plans[0].memory:
         assert memory.state_bytes + memory.kv([plans[0].num_blocks]) <= 1 << 21
-    with pytest.raises(ResourceError, match="states of 5 rows"):
+    with pytest.raises(ResourceError, match="states of 5 rows, snapshots included"):
         plan_engine(EngineConfig.from_flat(str(path), kv_cache_bytes=4096, **sizes), Hardware(2))
 
 

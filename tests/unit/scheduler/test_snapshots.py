@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
-from drive import Pipeline, make_limits, make_request
+import pytest
+from drive import Pipeline, make_limits, make_request, make_result
 
 from raypp.messages import StateCopies, StepPlan, unpack
+from raypp.scheduler.drafts import FixedDrafts
 from raypp.scheduler.scheduler import Scheduler
 from raypp.scheduler.state_snapshots import StateSnapshots
+from raypp.types import FinishReason
 
 
 def _pipeline(**limits) -> Pipeline:
@@ -64,6 +69,35 @@ def test_a_plan_saves_what_the_step_before_left_and_restores_rows_that_start():
     assert _copies(second).saved_rows.tolist() == first.rows.tolist()
     assert _copies(third).restored_rows.tolist() == third.start_rows.tolist()
     assert _copies(third).restored_snapshots.tolist() == _copies(second).saved_snapshots.tolist()
+
+
+@pytest.mark.parametrize("num_dropped", [0, 1, 2])
+def test_an_answer_leaves_none_that_steps_in_flight_may_have_moved_on(num_dropped):
+    """A step of four tokens ends a request at one of them; the stages go on behind the last, without drafts."""
+
+    class Falling(FixedDrafts):
+        def num_drafts(self, cohort: int, num_rows: int, most: int) -> int:
+            return min(next(counts), most)
+
+    counts = iter([3, 0])
+    limits = make_limits(num_stages=1, enable_prefix_caching=True, num_snapshots=4, max_drafts=3)
+    scheduler = Scheduler(limits, Falling(3))
+    request = make_request("a", 6 + num_dropped, eos=frozenset({9}))
+    scheduler.add(request)
+    first = scheduler.schedule()
+    scheduler.update(make_result(first))
+    second, third = scheduler.schedule(), scheduler.schedule()
+    assert (second.num_drafts, third.num_drafts) == (3, 0)
+    result = replace(make_result(second), num_valid=np.array([4], np.int32))
+    result.token_ids[0, 3 - num_dropped] = 9
+    scheduler.update(result)
+    num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+    assert (request.finish_reason, num_tokens) == (FinishReason.STOP, 11)  # the next one ends a block
+    scheduler.update(make_result(third))
+    other = make_request("b", [*range(6 + num_dropped), *request.output_token_ids, 1, 2])
+    scheduler.add(other)
+    scheduler.schedule()
+    assert other.num_cached_tokens == (4 if num_dropped else 8)  # of the prompt, or of the answer too
 
 
 def test_the_least_recently_used_makes_room():
