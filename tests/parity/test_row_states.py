@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from raypp.models.registry import resolve_model_path
 from raypp.ops.row_tokens import StepTokens
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
+from raypp.scheduler.drafts import DraftControl
 from raypp.specdec.proposer import Drafts, Followed, StepHidden
 from raypp.stage import speculation
 from raypp.testing import LocalEngine
@@ -256,3 +259,36 @@ def test_prompts_begin_with_snapshots(family, tmp_path):
     comparison.assert_rare()
     assert met["hits"] > met["looked up"] / 4
     assert met["none to spare"]
+
+
+def test_turns_go_on_from_answers_that_ended_among_drafts(tmp_path, monkeypatch):
+    """Drafts are right and their number falls, so that steps in flight are ahead of where an answer ended."""
+    path = make_checkpoint("qwen3_5", 2, tmp_path, min_layers=4)
+    settings = {"num_stages": 1, "block_size": 4, "max_num_batched_tokens": 64, "min_prefill_chunk_tokens": 1}
+    plan = _plan(path, 0, enable_prefix_caching=False, **settings)
+    plain, rng, vocab_size = LocalEngine(plan), random.Random(1), plan.model.vocab_size
+    prompts = [[rng.randrange(vocab_size) for _ in range(9 + index % 4)] for index in range(sized(6, 24))]
+    asked = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
+    answers = [list(answer) for answer in plain.generate(prompts, [asked] * len(prompts))]
+    texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    monkeypatch.setattr(
+        speculation, "_proposer", lambda spec, tokens, *_: Foreseeing(texts, tokens, 1.0, spec.max_drafts)
+    )
+    counts = itertools.cycle([3, 3, 0])
+    monkeypatch.setattr(DraftControl, "num_drafts_of", lambda *_: next(counts))
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    engine = LocalEngine(_plan(path, 0, num_state_snapshots=32, speculative=ngram, **settings))
+    num_turns = num_of_answers = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        for end in reversed(range(10, 22)):  # the other way a turn would find what those before it left
+            if answer[end] in answer[:end]:
+                continue
+            ends = replace(asked, stop_token_ids=(answer[end],))
+            assert list(engine.generate([prompt], [ends])[0]) == answer[: end + 1]
+            before = engine.stats().num_prefix_hit_tokens
+            [found] = engine.generate([prompt + answer[: end + 1]], [replace(asked, max_tokens=8)])
+            assert list(found) == answer[end + 1 : end + 9]
+            num_turns += 1
+            num_of_answers += engine.stats().num_prefix_hit_tokens - before > len(prompt)
+    print(f"\n{num_turns} turns, {num_of_answers} began behind an answer")
+    assert num_of_answers > num_turns / 3
