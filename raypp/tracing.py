@@ -48,6 +48,7 @@ class ForwardCounter:
         self._busy_ns = 0
         self._copy_wait_ns = 0
         self._new: deque[tuple[int, int, int, int]] = deque(maxlen=_MAX_UNREPORTED)
+        self._reported: deque[tuple[int, int, int, int]] = deque(maxlen=_MAX_UNREPORTED)  # until that got through
         self._num_unrecorded = np.zeros(len(Unrecorded), np.int64)
 
     @property
@@ -72,13 +73,14 @@ class ForwardCounter:
     def note_told(self, report: StageReport) -> None:
         """Say that a report got through. From the thread that reports."""
         self._num_told = report.num_steps
+        self._reported.clear()
 
     def report(self) -> StageReport:
-        """Return the sums, and the forwards since the last report was made. Dropped, it loses those, not the sums."""
+        """Return the sums, and the forwards since the last report that got through."""
         num_steps, busy_ns = self._num_steps, self._busy_ns
         to_epoch_ns = time.time_ns() - now_ns()
-        taken = [self._new.popleft() for _ in range(len(self._new))]
-        columns = np.array(taken, np.int64).reshape(-1, 4)
+        self._reported.extend([self._new.popleft() for _ in range(len(self._new))])
+        columns = np.array(self._reported, np.int64).reshape(-1, 4)
         times_us = (columns[:, 1:3] + to_epoch_ns) // 1000
         return StageReport(
             num_steps=num_steps,

@@ -5,7 +5,16 @@ import json
 import pytest
 
 from raypp.errors import ConfigError
-from raypp.tracing import DRIVER_LANE, FORWARD, Lane, TraceEvent, Tracer, bubble_fraction, write_chrome_trace
+from raypp.tracing import (
+    DRIVER_LANE,
+    FORWARD,
+    ForwardCounter,
+    Lane,
+    TraceEvent,
+    Tracer,
+    bubble_fraction,
+    write_chrome_trace,
+)
 
 
 def _lane(name, intervals):
@@ -47,3 +56,16 @@ def test_a_tracer_forgets_the_oldest_and_records_nothing_unless_enabled():
     assert len(tracer.events()) <= 10
     assert tracer.events()[-1].step_id == 24
     assert silent.events() == []
+
+
+def test_forwards_of_a_report_that_was_lost_are_in_the_next_one():
+    forwards = ForwardCounter()
+    forwards.add(0, 0, 10)
+    assert forwards.report().step_ids.tolist() == [0]
+    forwards.add(1, 10, 20)
+    got = forwards.report()
+    assert (got.num_steps, got.step_ids.tolist()) == (2, [0, 1])
+    forwards.note_told(got)
+    assert not forwards.has_news
+    forwards.add(2, 20, 30)
+    assert forwards.report().step_ids.tolist() == [2]
