@@ -1,4 +1,4 @@
-"""The least time that a stage's forward could take: for reading weights and KV, or for the arithmetic, if that is more.
+"""The least time that a stage's forward could take: for reading weights, KV and states, or for the arithmetic, if that is more.
 
 Activations, the sampler and messages are not counted. 1 / share is how much there is to be won at most.
 """
@@ -12,6 +12,7 @@ from typing import Any
 from device_speed import DeviceSpeed
 
 from raypp.api.timeline import Forward
+from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import kv_bytes_per_token, layer_sizes, lm_head_bytes
 
@@ -30,6 +31,8 @@ class Work:
     """Pairs of a token and one before it, or itself."""
     num_logits: int
     """Tokens whose successor is chosen."""
+    num_rows: int = 0
+    """Whose states are read, in layers that keep one."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +48,21 @@ class StageLimit:
 
     def seconds(self, work: Work) -> float:
         """Return the least time for a forward."""
-        num_layers = self.end_layer - self.start_layer
-        sizes = layer_sizes(self.model, self.dtype_bytes)[self.start_layer : self.end_layer]
+        own = slice(self.start_layer, self.end_layer)
+        sizes = layer_sizes(self.model, self.dtype_bytes)[own]
         layer_bytes = sum(size.reads.of(work.num_tokens) for size in sizes)
         head_bytes = lm_head_bytes(self.model, self.dtype_bytes) * self.is_last
-        kv_bytes = num_layers * kv_bytes_per_token(self.model, self.dtype_bytes)[0] * work.num_kv_tokens
+        kv_bytes = sum(kv_bytes_per_token(self.model, self.dtype_bytes)[own]) * work.num_kv_tokens
+        state_bytes = sum(
+            layer.cache.checkpoint_bytes(_DTYPE_BYTES[layer.cache.state_dtype])
+            for layer in self.model.attention[own]
+            if isinstance(layer, GatedDeltaConfig)
+        )
         flops = sum(size.flops(work.num_tokens) for size in sizes)
         flops += 2 * head_bytes / self.dtype_bytes * work.num_logits
-        flops += (
-            4 * num_layers * self.model.attention[0].num_heads * self.model.attention[0].head_dim * work.num_attended
-        )
-        read_s = (layer_bytes + head_bytes + kv_bytes) / self.speed.read_bytes_per_s
+        attending = [layer for layer in self.model.attention[own] if isinstance(layer, AttentionConfig)]
+        flops += sum(4 * layer.num_heads * layer.head_dim for layer in attending) * work.num_attended
+        read_s = (layer_bytes + head_bytes + kv_bytes + state_bytes * work.num_rows) / self.speed.read_bytes_per_s
         return max(read_s, flops / self.speed.flops_per_s)
 
 
@@ -67,6 +74,7 @@ def forward_work(forward: Forward) -> Work:
         num_kv_tokens=work.num_decode_kv + work.num_prompt_kv,
         num_attended=work.num_decode_kv + work.num_prompt_pairs,
         num_logits=work.num_logits,
+        num_rows=work.num_decode_rows,
     )
 
 

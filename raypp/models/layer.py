@@ -374,7 +374,10 @@ class SharedMLP:
 
     def inner(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what the last product takes, [T, size]. Shapes: hidden [T, H]."""
-        return self._gate_up(hidden).mul_(torch.sigmoid(self._share(hidden)[:, :1]))
+        inner, share = self._gate_up(hidden), torch.sigmoid(self._share(hidden)[:, :1])
+        if inner.dtype == share.dtype:
+            return inner.mul_(share)
+        return inner.to(share.dtype).mul_(share).to(inner.dtype)  # what a product in 8 bits takes
 
 
 class FusedExperts:
