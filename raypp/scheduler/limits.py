@@ -73,7 +73,7 @@ class SchedulerLimits:
         assert self.max_drafts >= 0
         assert self.max_item_tokens >= 0
         assert self.num_snapshots is None or self.num_snapshots >= 1 or not self.enable_prefix_caching
-        assert self.num_snapshots or not self.num_cpu_snapshots, "they come back to places on the device"
+        assert (self.num_snapshots and self.num_cpu_blocks) or not self.num_cpu_snapshots, "a prompt needs all of them"
 
     @property
     def max_step_rows(self) -> int:

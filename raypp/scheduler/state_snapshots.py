@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -75,10 +75,10 @@ class StateSnapshots:
         return len(set(self._restored.values())) < self._num_snapshots
 
     def restore(self, key: bytes, row: int) -> None:
-        """Order a copy of a snapshot to a row that starts with the next plan. It can be restored."""
+        """Order a copy of a snapshot to a row that starts with the next plan, as `can_restore` allowed."""
         if key not in self._snapshot_of:
-            self.in_cpu_memory.hold([key])
-            snapshot = self._place(in_use=self._restored.values())
+            # Those that this plan restores were used last, and there is another one: not one of them makes room.
+            snapshot = self._place()
             self._saved.pop(snapshot, None)
             self.in_cpu_memory.bring_back([key], [snapshot], self._last_steps[snapshot])
             self._snapshot_of[key] = snapshot
@@ -101,16 +101,11 @@ class StateSnapshots:
         self._saved, self._restored = {}, {}
         return pack_inside(copies)
 
-    def _place(self, in_use: Collection[int] = ()) -> int:
-        """Return a blank snapshot, or that of the least recently used key, which is forgotten on the device.
-
-        Args:
-            in_use: Those that the next plan copies to rows.
-        """
+    def _place(self) -> int:
+        """Return a blank snapshot, or that of the least recently used key, which is forgotten on the device."""
         if self._blank:
             return self._blank.pop()
-        key, snapshot = next(item for item in self._snapshot_of.items() if item[1] not in in_use)
-        del self._snapshot_of[key]
+        key, snapshot = self._snapshot_of.popitem(last=False)
         self._begun_with.discard(key)
         if snapshot not in self._saved:  # else no step has written it
             self.in_cpu_memory.keep(key, snapshot, self._last_steps[snapshot])
