@@ -112,6 +112,9 @@ class BlockCopies:
 
     The step, and all after it, come behind the copies. These need not wait for all steps before: no step after
     `after_step` reads or writes any of the device blocks.
+
+    Behind the groups of KV blocks comes one more, whose blocks are snapshots of states. They are copied before what
+    `StateCopies` orders.
     """
 
     after_step: int  # NO_STEP: no step does

@@ -42,6 +42,7 @@ _GAUGES = (
     ("raypp_cpu_kv_blocks", "KV blocks that every stage has room for in CPU memory", "num_cpu_blocks"),
     ("raypp_cpu_kv_blocks_used", "Of these, the ones that hold something", "num_used_cpu_blocks"),
     ("raypp_state_snapshots", "Snapshots of recurrent states that prompts may begin with", "num_snapshots"),
+    ("raypp_cpu_state_snapshots", "Likewise, those in CPU memory", "num_cpu_snapshots"),
 )
 _COUNTERS = (
     ("raypp_steps", "Steps dispatched", "num_steps"),

@@ -195,10 +195,10 @@ def _stage_lines(fit: Mapping[str, Any]) -> Iterator[str]:
     if fit["num_cpu_kv_tokens"]:
         most = _gib(max(stage["cpu_kv_bytes"] for stage in fit["stages"]))
         whole = "" if fit["device"] == "cpu" else ", page-locked"
-        yield (
-            f"KV of {fit['num_cpu_kv_tokens']:,} tokens that had to make room: in each stage's machine up to "
-            f"{most} GiB of main memory{whole}."
-        )
+        kept = f"KV of {fit['num_cpu_kv_tokens']:,} tokens"
+        if fit["num_cpu_snapshots"]:
+            kept += f" and {counted(fit['num_cpu_snapshots'], 'snapshot')} of states"
+        yield f"{kept} that had to make room: in each stage's machine up to {most} GiB of main memory{whole}."
     if fit["num_snapshots"]:
         most = _gib(max(stage["row_bytes"] for stage in fit["stages"]) * fit["num_snapshots"])
         number = counted(fit["num_snapshots"], "snapshot")

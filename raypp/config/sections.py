@@ -114,7 +114,8 @@ class CacheSection(Section):
     cpu_kv_bytes: int = Field(default=0, ge=0)
     """Bytes of main memory per stage for KV blocks that have to make room in the KV cache: of prefixes, and of requests
     that were preempted. They are copied back where they would be computed again. On GPUs the memory is page-locked. All
-    stages keep as many blocks as the one whose blocks are largest has room for. 0: none."""
+    stages keep as many blocks as the one whose blocks are largest has room for. Where layers have recurrent states,
+    half of it is for snapshots of them. 0: none."""
 
 
 class ParallelSection(Section):

@@ -1,7 +1,8 @@
 """Lists the tensors of a checkpoint from its files' headers alone, so that planning waits for neither torch nor data.
 
 One rule says which files are a checkpoint, for planning and for loading: those that `model.safetensors.index.json`
-names, or `model.safetensors`; for a draft head also `pytorch_model.bin`.
+names, or `model.safetensors`; beside them what MTP heads are kept in without being listed, such as `mtp.safetensors`;
+for a draft head also `pytorch_model.bin`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from raypp.errors import ModelLoadError
 PICKLED_FILE = "pytorch_model.bin"
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_OF_MTP_HEADS = "mtp"
+CHECKPOINT_FILES = f"{_FILE}, the files that {_INDEX} names, and *{_OF_MTP_HEADS}*.safetensors beside them"
+"""Where tensors are looked for."""
+PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
+"""Of tensors that are not quantized."""
 _MAX_HEADER_BYTES = 100_000_000  # what safetensors itself accepts
 _COMPARED_AT_ONCE = 1 << 24
 
@@ -56,9 +62,20 @@ def has_safetensors(path: Path) -> bool:
 def file_of_tensor(path: Path) -> dict[str, str]:
     """Return the name of the safetensors file of each tensor in a directory; reads its index, or one header.
 
+    And the headers of files that are named after MTP heads and not listed; a tensor that is listed is where that says.
+
     Raises:
         ModelLoadError: there is no checkpoint, or it is not readable.
     """
+    files = _listed_files(path)
+    listed = set(files.values())
+    for file in sorted(path.glob("*.safetensors")):
+        if _OF_MTP_HEADS in file.name.lower() and file.name not in listed:
+            files = dict.fromkeys(_header(file), file.name) | files
+    return files
+
+
+def _listed_files(path: Path) -> dict[str, str]:
     index = path / _INDEX
     if index.is_file():
         try:

@@ -20,7 +20,14 @@ from typing import Literal
 
 from raypp.errors import ModelLoadError
 from raypp.models.attention_config import AttentionConfig
-from raypp.models.checkpoint_names import PICKLED_FILE, has_safetensors, no_weights, stored_tensors
+from raypp.models.checkpoint_names import (
+    PICKLED_FILE,
+    PLAIN_TYPES,
+    StoredTensor,
+    has_safetensors,
+    no_weights,
+    stored_tensors,
+)
 from raypp.models.config import ModelConfig, read_dtype, refuse_unsupported
 from raypp.models.config_fields import ConfigFields, read_json
 from raypp.models.families import FAMILIES
@@ -33,6 +40,7 @@ _TARGET_NAMES = [name for name, family in FAMILIES.items() if family.vision is N
 _DECORATIONS = re.compile(r"eagle3?|forcausallm|speculator|draftmodel|model", re.IGNORECASE)
 _FAMILY_NAMES = {"", *(_DECORATIONS.sub("", name) for name in _TARGET_NAMES)}  # "": the head names no family
 _EXPECTED = "an EAGLE or EAGLE-3 head, such as LlamaForCausalLMEagle3 or EagleLlamaForCausalLM"
+_FUSED_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # tensors of all experts
 _NEW_FLAGS = ("norm_before_fc", "fc_norm", "norm_output")  # of heads that compute otherwise
 
 
@@ -167,10 +175,16 @@ def load_mtp_config(path: Path, target: ModelConfig, *, is_dummy: bool = False) 
         is_dummy: There are no weights: all models of its family have a head.
     """
     prefix = target.mtp_prefix
-    if prefix is None or not (is_dummy or f"{prefix}fc.weight" in checkpoint_shapes(path)):
+    if prefix is None:
+        return None
+    tensors = {} if is_dummy else {name: one for name, one in stored_tensors(path).items() if name.startswith(prefix)}
+    if not is_dummy and not any(name.startswith(f"{prefix}fc.") for name in tensors):
         return None
     experts = None if target.experts is None else replace(target.experts, dense_layers=frozenset())
-    layer = replace(target, attention=target.attending[:1], experts=experts, weight_prefix=prefix)
+    form = target.quantization
+    if form is not None and form.format != "online_fp8":
+        form = replace(form, skipped=form.skipped + _plain_modules(prefix, tensors))
+    layer = replace(target, attention=target.attending[:1], experts=experts, weight_prefix=prefix, quantization=form)
     return DraftHeadConfig(
         kind="mtp",
         layer=layer,
@@ -185,6 +199,22 @@ def load_mtp_config(path: Path, target: ModelConfig, *, is_dummy: bool = False) 
         maps_vocabulary=False,
         norm_before_residual=False,
     )
+
+
+def _plain_modules(prefix: str, tensors: Mapping[str, StoredTensor]) -> tuple[str, ...]:
+    """Return the modules of a head whose weights are not quantized, as `Quantization.skipped` names them.
+
+    Tools that quantize models leave heads out, and config.json does not always say so.
+
+    Args:
+        prefix: Of the head's tensors.
+        tensors: All of them.
+    """
+    if tensors and all(tensor.dtype in PLAIN_TYPES for tensor in tensors.values()):
+        return (prefix.rstrip("."),)
+    plain = [name for name, tensor in tensors.items() if tensor.dtype in PLAIN_TYPES]
+    fused = {name.rpartition(".")[0] for name in plain if name.endswith(_FUSED_EXPERTS)}
+    return (*(name.removesuffix(".weight") for name in plain if name.endswith(".weight")), *sorted(fused))
 
 
 def load_draft_head_config(path: Path, target: ModelConfig, *, is_dummy: bool = False) -> DraftHeadConfig:

@@ -19,13 +19,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from raypp.errors import ModelLoadError, page
-from raypp.models.checkpoint_names import file_of_tensor, lacks_file
+from raypp.models.checkpoint_names import PLAIN_TYPES, file_of_tensor, lacks_file
 from raypp.models.quantization import FP4_FORMATS, Quantization
 from raypp.models.weight_formats import StoredTensors, StoredWeight
 from raypp.ops.weight import FP4, Weight, has_form_of, stacked_weights
 
 _LOG = logging.getLogger(__name__)
-_FLOATS = ("F64", "F32", "F16", "BF16")
 _INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 _TYPE_NAMES = {
     torch.float64: "F64",
@@ -186,15 +185,15 @@ def check_tensor(
     if dtype.itemsize == 1:
         allowed: tuple[str, ...] = (type_name(dtype),)
     else:
-        allowed = _FLOATS if dtype.is_floating_point else _INTEGERS
+        allowed = PLAIN_TYPES if dtype.is_floating_point else _INTEGERS
     if got_type not in allowed:
         hint = None
-        if allowed == _FLOATS:
+        if allowed == PLAIN_TYPES:
             hint = (
                 "only linear layers and experts of the language model's layers can be quantized, and config.json's "
                 f"quantization_config has to say so; {page('quantization')}"
             )
-        elif got_type in _FLOATS:
+        elif got_type in PLAIN_TYPES:
             hint = (
                 "if it is not quantized, config.json's quantization_config has to name it among what stays in 16 bits"
             )

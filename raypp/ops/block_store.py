@@ -7,7 +7,7 @@ Each layer's keys are a plane of blocks, and its values another; their widths ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +21,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class BlockStore(Protocol):
-    """CPU memory for blocks of some caches. On a GPU what a call orders is done by the current stream."""
+    """CPU memory for blocks of some caches, or for rows' states. On a GPU the current stream does what is ordered."""
 
     def copy_out(self, blocks: Int32s, cpu_blocks: Int32s) -> None:
         """Copy blocks of the caches to CPU memory. Shapes: [n] both; `cpu_blocks` all differ."""
@@ -126,6 +126,39 @@ class TorchBlockStore:
 
     def copy_in(self, blocks: Int32s, cpu_blocks: Int32s) -> None:
         self._mover.scatter(self._planes, _indices(blocks), self._memory.index_select(0, _indices(cpu_blocks)))
+
+
+class RowStore:
+    """Copies rows of tensors. They are so wide that each is a transfer of its own.
+
+    Args:
+        tensors: On one device of any kind, [rows, ...] each.
+        num_places: Rows that there is room for.
+        open_memory: Returns memory of the CPU for as long as its owner lives, [num_bytes] uint8, given both. It is
+            page-locked for tensors on a GPU.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], num_places: int, open_memory: Callable[[int, object], torch.Tensor]
+    ) -> None:
+        self._tensors = [tensor.view(len(tensor), -1).view(torch.uint8) for tensor in tensors]
+        self._widths = [tensor.shape[1] for tensor in self._tensors]
+        num_bytes = sum(self._widths)
+        self._memory = open_memory(num_places * num_bytes, self).view(num_places, num_bytes)
+
+    def copy_out(self, blocks: Int32s, cpu_blocks: Int32s) -> None:
+        for row, place in zip(blocks.tolist(), cpu_blocks.tolist(), strict=True):
+            torch._foreach_copy_(self._parts_in(place), self._parts_of(row), non_blocking=True)
+
+    def copy_in(self, blocks: Int32s, cpu_blocks: Int32s) -> None:
+        for row, place in zip(blocks.tolist(), cpu_blocks.tolist(), strict=True):
+            torch._foreach_copy_(self._parts_of(row), self._parts_in(place), non_blocking=True)
+
+    def _parts_of(self, row: int) -> list[torch.Tensor]:
+        return [tensor[row] for tensor in self._tensors]
+
+    def _parts_in(self, place: int) -> list[torch.Tensor]:
+        return list(self._memory[place].split(self._widths))
 
 
 def _indices(blocks: Int32s) -> torch.Tensor:

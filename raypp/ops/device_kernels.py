@@ -9,9 +9,9 @@ from importlib.util import find_spec
 import torch
 
 from raypp.ops.backend import KernelSet
-from raypp.ops.block_store import BlockMover, BlockStore, TorchBlockMover, TorchBlockStore
+from raypp.ops.block_store import BlockMover, BlockStore, RowStore, TorchBlockMover, TorchBlockStore
 from raypp.ops.cpu.torch_kernels import TorchKernels
-from raypp.ops.kv_cache import LayerCache
+from raypp.ops.kv_cache import LayerCache, zeros_on_demand
 from raypp.ops.sample.token_choice import TokenChoice, TorchTokenChoice
 
 _LOG = logging.getLogger(__name__)
@@ -79,6 +79,19 @@ def open_block_store(caches: Sequence[LayerCache], num_cpu_blocks: int, num_stag
 
         mover = KernelBlockMover()
     return PinnedBlockStore(caches, num_cpu_blocks, num_staged, mover)
+
+
+def open_row_store(tensors: Sequence[torch.Tensor], num_places: int) -> BlockStore:
+    """Return memory of the CPU for rows of tensors, [rows, ...] each.
+
+    Raises:
+        ResourceError: the memory for a GPU cannot be page-locked.
+    """
+    if tensors[0].device.type != "cuda":
+        return RowStore(tensors, num_places, lambda num_bytes, owner: zeros_on_demand(num_bytes, torch.uint8))
+    from raypp.ops.cuda.pinned_blocks import locked_memory
+
+    return RowStore(tensors, num_places, locked_memory)
 
 
 def _has_triton() -> bool:

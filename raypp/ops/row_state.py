@@ -81,10 +81,11 @@ class Checkpoints:
         self, num_rows: int, block_size: int, device: torch.device, memories: Sequence[LayerMemory] = ()
     ) -> None:
         self._block_size = block_size
-        self._memories = memories
         self._of_rows: dict[int, list[list[torch.Tensor]]] = {}
         self.positions = torch.zeros(num_rows, dtype=torch.int32, device=device)
         """[num_rows] int32, at an address that never changes."""
+        self.tables = [self.positions, *moved_on(memories)]
+        """All that rows have, [num_rows, ...] each."""
 
     def start(self, rows: torch.Tensor) -> None:
         """Begin with rows anew. Shapes: rows [S] int64."""
@@ -99,7 +100,7 @@ class Checkpoints:
         """Return all that a row has, in lists of one type each."""
         if row not in self._of_rows:
             parts: dict[torch.dtype, list[torch.Tensor]] = {}
-            for tensor in (self.positions, *moved_on(self._memories)):
+            for tensor in self.tables:
                 parts.setdefault(tensor.dtype, []).append(tensor[row])
             self._of_rows[row] = list(parts.values())
         return self._of_rows[row]

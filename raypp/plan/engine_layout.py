@@ -192,19 +192,19 @@ def _for_row_states(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Return the configuration without a prefix cache if layers keep states, and no snapshot of them is to be kept.
 
     Raises:
-        ConfigError: blocks that a prefix cache finds are to be kept in CPU memory: states would be missing beside them.
+        ConfigError: blocks that a prefix cache finds are to be kept in CPU memory all the same.
     """
     if not model.has_row_states or not config.cache.enable_prefix_caching:
         return config
-    if config.cache.num_state_snapshots == 0:
-        return config.with_settings(enable_prefix_caching=False)
+    if config.cache.num_state_snapshots != 0:
+        return config
     if config.cache.cpu_kv_bytes:
         raise ConfigError(
-            "cpu_kv_bytes keeps KV blocks for prompts that begin alike, and not the states that this model has besides",
-            got=f"cpu_kv_bytes={config.cache.cpu_kv_bytes}, {model.architecture}, of whose layers some keep a state",
-            expected="cpu_kv_bytes = 0",
+            "cpu_kv_bytes has no effect without snapshots of states, which come back to a place on the device",
+            got=f"cpu_kv_bytes={config.cache.cpu_kv_bytes}, num_state_snapshots=0, {model.architecture}",
+            expected="num_state_snapshots of at least 1, or cpu_kv_bytes = 0",
         )
-    return config
+    return config.with_settings(enable_prefix_caching=False)
 
 
 def _refuse_for_transformers(config: EngineConfig) -> None:

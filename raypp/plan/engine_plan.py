@@ -35,9 +35,9 @@ from raypp.plan.stage_memory import (
     max_copied_blocks,
     num_blocks_on_cpu,
     num_blocks_on_gpus,
-    num_cpu_blocks,
     num_snapshots,
     num_staged_blocks,
+    plan_cpu_kv,
 )
 from raypp.scheduler.drafts import DraftPolicy
 from raypp.scheduler.limits import STEPS_PER_COHORT, SchedulerLimits
@@ -78,6 +78,7 @@ class EnginePlan(EngineLayout):
     max_model_len: int
     groups: tuple[BlockGroup, ...]  # layers that keep the same tokens, and the KV blocks of every stage for them
     num_staged_blocks: int  # of these, the ones on their way at a time
+    num_cpu_snapshots: int  # of rows' states, that every stage has room for in CPU memory
     max_copied_blocks: int  # of these, the most that a plan brings back while others run
     graphs: GraphSpec  # which steps are recorded and replayed
     max_steps_per_cohort: int  # in flight
@@ -101,6 +102,8 @@ class EnginePlan(EngineLayout):
             groups=self.groups,
             max_copied_blocks=self.max_copied_blocks,
             num_snapshots=num_snapshots(self.config) if self.model.has_row_states else None,
+            num_cpu_snapshots=self.num_cpu_snapshots,
+            snapshot_bytes=sum(stage.row_bytes for stage in self.memory),
             enable_prefix_caching=self.config.cache.enable_prefix_caching,
             min_prefill_chunk_tokens=self.config.scheduler.min_prefill_chunk_tokens,
             max_itl_ms=self.config.scheduler.max_itl_ms or math.inf,
@@ -169,6 +172,7 @@ class EnginePlan(EngineLayout):
             groups=self.groups,
             layer_groups=tuple(map(self.model.group_of, range(layout.start_layer, layout.end_layer))),
             num_snapshots=num_snapshots(self.config) if self.model.has_row_states else 0,
+            num_cpu_snapshots=self.num_cpu_snapshots,
             num_staged_blocks=self.num_staged_blocks,
             max_drafts=self.config.speculative.max_drafts,
             speculative=self.config.speculative,
@@ -226,6 +230,7 @@ class EnginePlan(EngineLayout):
             "block_size": self.config.cache.block_size,
             "num_kv_blocks": self.num_blocks,
             "num_cpu_kv_blocks": sum(group.num_cpu_blocks for group in self.groups),
+            "num_cpu_state_snapshots": self.num_cpu_snapshots,
             "kv_groups": [
                 {"window": group.window, "num_kv_blocks": group.num_blocks, "num_cpu_kv_blocks": group.num_cpu_blocks}
                 for group in self.groups
@@ -295,13 +300,15 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
     block_bytes, mix = [stage.block_bytes for stage in memory], block_mix(config, model)
     choose = num_blocks_on_cpu if layout.device == "cpu" else num_blocks_on_gpus
     num_blocks = mix.of(choose(config, mix, memory))
-    num_in_cpu_memory = num_cpu_blocks(config, memory, num_blocks)
+    cpu_kv = plan_cpu_kv(config, memory, num_blocks)
+    kv_cache_bytes = [stage.kv(num_blocks) for stage in memory]
+    cpu_kv_bytes = [stage.cpu_kv(cpu_kv) for stage in memory]
     if layout.device == "cpu":
-        num_held = list(map(add, num_blocks, num_in_cpu_memory))
-        check_main_memory(memory, num_held)
-        check_host_memory(config, hardware, layout.ngram_window, memory[-1].weight_bytes + memory[-1].kv(num_held))
+        kv_bytes = list(map(add, kv_cache_bytes, cpu_kv_bytes))
+        check_main_memory(memory, kv_bytes)
+        check_host_memory(config, hardware, layout.ngram_window, memory[-1].weight_bytes + kv_bytes[-1])
     else:
-        check_cpu_memory(config, hardware, [stage.kv(num_in_cpu_memory) for stage in memory])
+        check_cpu_memory(config, hardware, cpu_kv_bytes)
     last = len(layout.layers) - 1
     stages = tuple(
         StageLayout(
@@ -309,9 +316,9 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
             start_layer=start,
             end_layer=start + count,
             weight_bytes=memory[index].weight_bytes,
-            kv_cache_bytes=memory[index].kv(num_blocks),
+            kv_cache_bytes=kv_cache_bytes[index],
             state_bytes=memory[index].state_bytes,
-            cpu_kv_bytes=memory[index].kv(num_in_cpu_memory),
+            cpu_kv_bytes=cpu_kv_bytes[index],
             token_table_bytes=table_bytes(config, layout.ngram_window) if index == last else 0,
             draft_head_bytes=layout.draft_head_bytes if index == last else 0,
         )
@@ -325,9 +332,10 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
         groups=tuple(
             BlockGroup(count, window, in_cpu_memory, sum(of_group))
             for count, window, in_cpu_memory, of_group in zip(
-                num_blocks, mix.windows, num_in_cpu_memory, zip(*block_bytes, strict=True), strict=True
+                num_blocks, mix.windows, cpu_kv.num_blocks, zip(*block_bytes, strict=True), strict=True
             )
         ),
+        num_cpu_snapshots=cpu_kv.num_snapshots,
         num_staged_blocks=num_staged_blocks(config, block_bytes),
         max_copied_blocks=max_copied_blocks(block_bytes),
         graphs=graph_spec(config, model, layout.device, layout.dtype_bytes, hardware.gpu_memory_bytes),

@@ -112,6 +112,7 @@ class Fit:
             "max_num_seqs": self.max_num_seqs,
             "asked_max_num_seqs": self.config.scheduler.max_num_seqs,
             "num_snapshots": num_snapshots(self.layout.config) if self.layout.model.has_row_states else 0,
+            "num_cpu_snapshots": 0 if self.plan is None else self.plan.num_cpu_snapshots,
             "requests": [
                 {
                     "num_tokens": length,
@@ -125,9 +126,8 @@ class Fit:
 
     def _stage(self, index: int) -> dict[str, Any]:
         memory, start = self.layout.memory[index], self.layout.start_layers[index]
-        groups = () if self.plan is None else self.plan.groups
-        kv_bytes = memory.kv([group.num_blocks for group in groups]) if groups else None
-        cpu_kv_bytes = memory.kv([group.num_cpu_blocks for group in groups])
+        planned = None if self.plan is None else self.plan.stages[index]
+        kv_bytes, cpu_kv_bytes = (planned.kv_cache_bytes, planned.cpu_kv_bytes) if planned else (None, 0)
         of_share = cpu_kv_bytes if self.layout.device == "cpu" else 0
         return {
             "stage_index": index,
@@ -166,7 +166,7 @@ def check_fit(
             num_machines = _placed(layout, machines)
         plan = plan_layout(layout, hardware)
         if layout.device == "cpu" and machines is not None:  # else there may be others in the cluster
-            check_one_machine(layout.memory, [group.num_blocks + group.num_cpu_blocks for group in plan.groups])
+            check_one_machine(layout.memory, [stage.kv_cache_bytes + stage.cpu_kv_bytes for stage in plan.stages])
     except ResourceError as error:
         plan, problem = None, error
     return Fit(

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
+from raypp.models.checkpoint_names import CHECKPOINT_FILES
 from raypp.models.config import ModelConfig
 from raypp.models.draft_head_config import DraftHeadConfig, load_draft_head_config, load_mtp_config
+from raypp.models.families import FAMILIES
 from raypp.models.registry import resolve_draft_head_path
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes, total_reads
 from raypp.plan.cost_model import FREE_STEP_TOKENS, step_duration
@@ -86,11 +88,13 @@ def draft_head(
     if given.model is None:
         own = load_mtp_config(model_path, model, is_dummy=is_dummy)
         if own is None:
+            families = ", ".join(name for name, family in FAMILIES.items() if family.mtp_prefix is not None)
+            looked_for = f"tensors {model.mtp_prefix}fc.* in {model_path}: {CHECKPOINT_FILES}"
             raise ConfigError(
                 "the model has no head of its own that drafts",
                 got=f"speculative.method {given.method}, {model.architecture}",
-                expected="a checkpoint with an MTP head, or speculative.model",
-                hint='speculative.method = "ngram"',
+                expected=f"a model with an MTP head, of {families}" if model.mtp_prefix is None else looked_for,
+                hint='speculative.method = "ngram", or speculative.model names a head',
             )
         return replace(own, has_8_bit_weights=_has_8_bit_weights(config, hardware, device, dtype)), model_path
     path = find_head(given.model)

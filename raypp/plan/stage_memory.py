@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import mul
+from typing import NamedTuple
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError, page
@@ -122,6 +123,13 @@ class BlockMix:
         return min(held, default=None)
 
 
+class CpuKv(NamedTuple):
+    """What every stage keeps in CPU memory, besides what is on its device."""
+
+    num_blocks: tuple[int, ...]  # KV blocks, by group
+    num_snapshots: int = 0  # of rows' states
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
     """What a stage may use of its device's memory, and what takes it, in bytes.
@@ -155,6 +163,10 @@ class StageMemory:
     def kv(self, num_blocks: Sequence[int]) -> int:
         """Return the bytes of that many KV blocks of each group."""
         return sum(map(mul, num_blocks, self.block_bytes))
+
+    def cpu_kv(self, kept: CpuKv) -> int:
+        """Return the bytes of KV blocks and snapshots in CPU memory."""
+        return self.kv(kept.num_blocks) + kept.num_snapshots * self.row_bytes
 
     def max_blocks(self, mix: BlockMix) -> int:
         """Return the KV blocks of the first group for which the rest of the share suffices, all groups counted."""
@@ -346,17 +358,17 @@ def stage_budget_bytes(
     return share_bytes - sum(taken)
 
 
-def check_main_memory(memory: Sequence[StageMemory], num_blocks: Sequence[int]) -> None:
+def check_main_memory(memory: Sequence[StageMemory], kv_bytes: Sequence[int]) -> None:
     """Refuse a stage that a machine without GPUs cannot hold, even if no other stage shares it.
 
     Args:
         memory: Of each stage; one of unknown size passes.
-        num_blocks: KV blocks of every stage by group of layers, wherever they are kept.
+        kv_bytes: What the KV cache of each takes, with what `cpu_kv_bytes` is for.
 
     Raises:
         ResourceError: says which stage, with the numbers.
     """
-    needed = [stage.weight_bytes + stage.state_bytes + stage.kv(num_blocks) for stage in memory]
+    needed = [stage.weight_bytes + stage.state_bytes + kv for stage, kv in zip(memory, kv_bytes, strict=True)]
     stage_index = needed.index(max(needed))
     stage = memory[stage_index]
     if not stage.share_bytes or needed[stage_index] <= stage.share_bytes:
@@ -365,30 +377,30 @@ def check_main_memory(memory: Sequence[StageMemory], num_blocks: Sequence[int]) 
         f"stage {stage_index} does not fit this machine's memory",
         got=f"{stage.share_bytes / 2**30:.2f} GiB",
         expected=f"{needed[stage_index] / 2**30:.2f} GiB: weights {stage.weight_bytes / 2**30:.2f}, "
-        f"{sum(num_blocks)} KV blocks {stage.kv(num_blocks) / 2**30:.2f}, "
+        f"KV blocks {kv_bytes[stage_index] / 2**30:.2f}, "
         f"states of requests {stage.state_bytes / 2**30:.2f}",
         hint="more stages on more machines, or a smaller num_kv_blocks, kv_cache_bytes or cpu_kv_bytes",
     )
 
 
-def check_one_machine(memory: Sequence[StageMemory], num_blocks: Sequence[int]) -> None:
+def check_one_machine(memory: Sequence[StageMemory], kv_bytes: Sequence[int]) -> None:
     """Refuse stages that together take more than the one machine without GPUs that they share.
 
     Args:
         memory: Of each stage; a machine of unknown size passes.
-        num_blocks: KV blocks of every stage by group of layers, wherever they are kept.
+        kv_bytes: What the KV cache of each takes, with what `cpu_kv_bytes` is for.
 
     Raises:
         ResourceError: with the numbers.
     """
     there = memory[0].device_bytes
-    fixed, kv = sum(stage.taken_bytes for stage in memory), sum(stage.kv(num_blocks) for stage in memory)
+    fixed, kv = sum(stage.taken_bytes for stage in memory), sum(kv_bytes)
     if there and fixed + kv > there:
         raise ResourceError(
             "the stages together do not fit this machine's memory",
             got=f"{there / 2**30:.2f} GiB",
             expected=f"{(fixed + kv) / 2**30:.2f} GiB for {len(memory)} stages: weights and what computing keeps "
-            f"{fixed / 2**30:.2f}, {sum(num_blocks)} KV blocks {kv / 2**30:.2f}",
+            f"{fixed / 2**30:.2f}, KV blocks {kv / 2**30:.2f}",
             hint="more machines, in one Ray cluster that RAY_ADDRESS names, a smaller num_kv_blocks, kv_cache_bytes "
             "or cpu_kv_bytes, or a smaller model",
         )
@@ -491,28 +503,33 @@ def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> i
     return max(layer_bytes, logits_bytes) + table_bytes + mask_bytes + draw_bytes(most_positions, model.vocab_size)
 
 
-def num_cpu_blocks(config: EngineConfig, memory: Sequence[StageMemory], num_blocks: Sequence[int]) -> tuple[int, ...]:
-    """Return the KV blocks of every stage in CPU memory, by group: in the proportion of those on the device.
+def plan_cpu_kv(config: EngineConfig, memory: Sequence[StageMemory], num_blocks: Sequence[int]) -> CpuKv:
+    """Return what every stage keeps in CPU memory: KV blocks of groups in the proportion of those on the device.
+
+    Where layers keep states, snapshots get half of the bytes. A prompt needs both, and which of them are more for a
+    turn of a conversation depends on its length: either half holds at least half as much as it would alone.
 
     Args:
-        config: `cpu_kv_bytes` says how many.
+        config: `cpu_kv_bytes` says how much.
         memory: Of each stage.
         num_blocks: On the device, by group.
 
     Raises:
-        ResourceError: not even one.
+        ResourceError: not even one block, or one snapshot.
     """
-    num_bytes, most = config.cache.cpu_kv_bytes, max(stage.kv(num_blocks) for stage in memory)
-    found = tuple(num_bytes * count // most for count in num_blocks)
-    if num_bytes and not all(found):
-        largest = max(sum(stage.block_bytes) for stage in memory)
+    num_bytes, row_bytes = config.cache.cpu_kv_bytes, max(stage.row_bytes for stage in memory)
+    num_shares = 2 if row_bytes else 1
+    share, most = num_bytes // num_shares, max(stage.kv(num_blocks) for stage in memory)
+    kept = CpuKv(tuple(share * count // most for count in num_blocks), share // row_bytes if row_bytes else 0)
+    if num_bytes and not (all(kept.num_blocks) and (kept.num_snapshots or not row_bytes)):
+        largest = num_shares * max(row_bytes, *(sum(stage.block_bytes) for stage in memory))
         raise ResourceError(
-            "cpu_kv_bytes is too small for one KV block",
+            f"cpu_kv_bytes is too small for one KV block{' and one snapshot of states' if row_bytes else ''}",
             got=f"cpu_kv_bytes={num_bytes}",
             expected=f"at least {largest}, or 0 for none",
             hint="raise cpu_kv_bytes or lower block_size",
         )
-    return found
+    return kept
 
 
 def num_staged_blocks(config: EngineConfig, block_bytes: Sequence[Sequence[int]]) -> int:
@@ -527,12 +544,12 @@ def max_copied_blocks(block_bytes: Sequence[Sequence[int]]) -> int:
 
 
 def check_cpu_memory(config: EngineConfig, hardware: Hardware, cpu_kv_bytes: Sequence[int]) -> None:
-    """Refuse blocks that a machine with GPUs has no main memory for.
+    """Refuse blocks and snapshots that a machine with GPUs has no main memory for.
 
     Args:
         config: Where the stages are to run.
         hardware: The main memory of a machine; 0, if not known, passes.
-        cpu_kv_bytes: What the blocks take of each stage.
+        cpu_kv_bytes: What they take of each stage.
 
     Raises:
         ResourceError: says how much stages that are on one machine need together.

@@ -22,114 +22,10 @@ from raypp.messages import (
     Int32s,
     pack_inside,
 )
+from raypp.scheduler.cpu_blocks import CpuBlocks
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.request_state import BlockTable, RequestState
 from raypp.scheduler.state_snapshots import StateSnapshots
-
-
-class CopyOrders(NamedTuple):
-    """Blocks of a group that the next plan copies; see `BlockCopies`."""
-
-    after: int
-    out: dict[int, int]  # device block -> CPU block
-    back: dict[int, int]  # likewise, the other way
-
-
-class CpuBlocks:
-    """Which blocks CPU memory holds, by the keys of the prefix cache, and the copies that the next plan orders.
-
-    Args:
-        num_blocks: There is room for so many; 0: nothing is ever kept.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        self._block_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
-        self._blank = list(range(num_blocks - 1, -1, -1))
-        self._num_blocks = num_blocks
-        self._out: dict[int, int] = {}  # ordered since the last plan: device block -> CPU block
-        self._in: dict[int, int] = {}  # likewise, device block -> CPU block
-        self._held: set[int] = set()  # CPU blocks of ordered copies
-        self._after = NO_STEP
-        self.num_copied_out = 0
-        """Blocks, since the start."""
-        self.num_copied_in = 0
-
-    @property
-    def num_ordered_in(self) -> int:
-        """Blocks that the next plan brings back."""
-        return len(self._in)
-
-    def __len__(self) -> int:
-        return len(self._block_of)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._block_of
-
-    def keep(self, key: bytes, block: int, last_step: int) -> None:
-        """Order a copy of a cached device block that is about to be overwritten, unless its content is here.
-
-        It is lost when all room is taken by blocks of copies that the next plan orders.
-
-        Args:
-            key: Of its content.
-            block: On the device.
-            last_step: The last dispatched step that contains a row which had the block.
-        """
-        self._in.pop(block, None)  # a copy in that nobody waits for any more
-        if key in self._block_of:
-            self._block_of.move_to_end(key)
-            return
-        cpu_block = self._make_room()
-        if cpu_block is None:
-            return
-        self._block_of[key] = cpu_block
-        self._held.add(cpu_block)
-        self._out[block] = cpu_block
-        self._after = max(self._after, last_step)
-        self.num_copied_out += 1
-
-    def hold(self, keys: Iterable[bytes]) -> None:
-        """Let these blocks stay until the next plan; they are here."""
-        for key in keys:
-            self._block_of.move_to_end(key)
-            self._held.add(self._block_of[key])
-
-    def bring_back(self, keys: Sequence[bytes], blocks: Sequence[int], last_step: int) -> None:
-        """Order copies of held blocks to device blocks.
-
-        Args:
-            keys: Of their content.
-            blocks: On the device, which nobody uses otherwise.
-            last_step: The last dispatched step that contains a row which had any of these.
-        """
-        for key, block in zip(keys, blocks, strict=True):
-            self._in[block] = self._block_of[key]
-        self._after = max(self._after, last_step)
-        self.num_copied_in += len(keys)
-
-    def take_copies(self) -> CopyOrders:
-        """Return what was ordered since the last call."""
-        orders = CopyOrders(self._after, self._out, self._in)
-        self._after, self._out, self._in = NO_STEP, {}, {}
-        self._held.clear()
-        return orders
-
-    def check_integrity(self) -> None:
-        """Assert that every CPU block is blank or holds one content, and that no batch uses one for two things."""
-        used = list(self._block_of.values())
-        assert sorted([*used, *self._blank]) == list(range(self._num_blocks)), "a CPU block leaked, or is used twice"
-        out = list(self._out.values())
-        assert len(out) == len(set(out)), "two copies to one CPU block"
-        assert {*out, *self._in.values()} <= self._held <= set(used), "a CPU block of a batch was given away"
-
-    def _make_room(self) -> int | None:
-        if self._blank:
-            return self._blank.pop()
-        # What is held was used last, so if the first is, all are.
-        key = next(iter(self._block_of), None)
-        if key is None or self._block_of[key] in self._held:
-            return None
-        return self._block_of.pop(key)
 
 
 class BlockPool:
@@ -341,8 +237,10 @@ class KvBlocks:
         self._offers = limits.enable_prefix_caching
         self._block_size = limits.block_size
         self.groups = [KvGroup(group, limits.block_size) for group in limits.groups]
-        self.snapshots = None if limits.num_snapshots is None else StateSnapshots(limits.num_snapshots)
+        self.snapshots: StateSnapshots | None = None
         """Of rows' states, where layers have some: a prefix ends where one stands."""
+        if limits.num_snapshots is not None:
+            self.snapshots = StateSnapshots(limits.num_snapshots, limits.num_cpu_snapshots)
         self._windowed = [index for index, group in enumerate(self.groups) if group.window is not None]
 
     @property
@@ -460,6 +358,10 @@ class KvBlocks:
                 count if group.window is None else 1 for group, count in zip(self.groups, wanted, strict=True)
             )
             return 0
+        if self.snapshots is not None and prefix.num_blocks:
+            key = state.block_hashes[prefix.num_blocks - 1]
+            if not self.snapshots.can_restore(key, beside_others=num_reserved > 0):
+                return 0
         num_copies_left = self._num_copies_left if num_reserved else sum(map(len, blocks))
         is_admitted, tables = True, []
         for group, first, present, all_found in zip(self.groups, firsts, found, blocks, strict=True):
@@ -611,6 +513,8 @@ class KvBlocks:
     def take_copies(self) -> Bytes:
         """Return a packed `BlockCopies` of what was ordered since the last call; nothing where nothing was."""
         orders = [group.in_cpu_memory.take_copies() for group in self.groups]
+        if self.snapshots is not None:
+            orders.append(self.snapshots.in_cpu_memory.take_copies())
         after = max(order.after for order in orders)
         out = [(index, *pair) for index, order in enumerate(orders) for pair in order.out.items()]
         back = [(index, *pair) for index, order in enumerate(orders) for pair in order.back.items()]

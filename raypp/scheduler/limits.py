@@ -48,6 +48,10 @@ class SchedulerLimits:
     block only if they agree on that token, too."""
     num_snapshots: int | None = None
     """States of rows that are kept for prompts that begin alike; None: no layer has a state per row."""
+    num_cpu_snapshots: int = 0
+    """Those that every stage has room for in CPU memory."""
+    snapshot_bytes: int = 0
+    """Of one on all stages together; for reports alone."""
     vocab_size: int = 2**31
     """Token ids are smaller than this."""
     max_item_tokens: int = 0
@@ -69,6 +73,7 @@ class SchedulerLimits:
         assert self.max_drafts >= 0
         assert self.max_item_tokens >= 0
         assert self.num_snapshots is None or self.num_snapshots >= 1 or not self.enable_prefix_caching
+        assert (self.num_snapshots and self.num_cpu_blocks) or not self.num_cpu_snapshots, "a prompt needs all of them"
 
     @property
     def max_step_rows(self) -> int:

@@ -221,6 +221,10 @@ class Scheduler:
         groups, drafts, limits = self._kv.groups, self._drafts.counts, self._limits.groups
         copied_out = [group.in_cpu_memory.num_copied_out for group in groups]
         copied_in = [group.in_cpu_memory.num_copied_in for group in groups]
+        snapshots, num_snapshots_out, num_snapshots_in = self._kv.snapshots, 0, 0
+        if snapshots is not None:
+            in_cpu_memory = snapshots.in_cpu_memory
+            num_snapshots_out, num_snapshots_in = in_cpu_memory.num_copied_out, in_cpu_memory.num_copied_in
         num_drafted, num_accepted = drafts.num_drafted, drafts.num_accepted
         return SchedulerStats(
             num_running=len(self._running),
@@ -235,13 +239,16 @@ class Scheduler:
             kv_usage=1 - min(group.pool.num_free / group.num_usable for group in groups),
             num_cpu_blocks=self._limits.num_cpu_blocks,
             num_used_cpu_blocks=sum(len(group.in_cpu_memory) for group in groups),
-            num_snapshots=0 if self._kv.snapshots is None else len(self._kv.snapshots),
+            num_snapshots=0 if snapshots is None else len(snapshots),
+            num_cpu_snapshots=0 if snapshots is None else len(snapshots.in_cpu_memory),
             num_blocks_copied_out=sum(copied_out),
             num_blocks_copied_in=sum(copied_in),
+            num_snapshots_copied_in=num_snapshots_in,
             num_cpu_hit_tokens=max(copied_in) * self._limits.block_size,
             num_copied_bytes=sum(
                 (out + back) * group.block_bytes for group, out, back in zip(limits, copied_out, copied_in, strict=True)
-            ),
+            )
+            + (num_snapshots_out + num_snapshots_in) * self._limits.snapshot_bytes,
             num_draft_tokens=num_drafted,
             num_accepted_tokens=num_accepted,
             num_verified_rows=drafts.num_rows,
@@ -285,7 +292,7 @@ class Scheduler:
             step,
             wait_us,
             self._kv.take_copies() if self._keeps_cpu_blocks else NO_BYTES,
-            NO_BYTES if snapshots is None else snapshots.take_copies(),
+            NO_BYTES if snapshots is None else snapshots.take_copies(step_id),
         )
         for state in decoding:
             state.last_step = state.last_yield_step = step_id

@@ -56,11 +56,15 @@ class SchedulerStats:
     num_used_cpu_blocks: int
     """Of these, the ones that hold something."""
     num_snapshots: int
-    """Snapshots of rows' states, on every stage."""
+    """Snapshots of rows' states, on the device of every stage."""
+    num_cpu_snapshots: int
+    """Those in CPU memory of every stage; some are on the device, too."""
     num_blocks_copied_out: int
     """KV blocks that went to CPU memory, since the start; each on every stage, like the following."""
     num_blocks_copied_in: int
     """KV blocks that came back."""
+    num_snapshots_copied_in: int
+    """Snapshots that came back."""
     num_cpu_hit_tokens: int
     """Those whose KV came back, for requests that found it there; nearly all are of `num_prefix_hit_tokens`, too."""
     num_copied_bytes: int

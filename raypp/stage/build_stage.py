@@ -109,7 +109,7 @@ def _build_draft_head(spec: StageSpec, head: DraftHeadSpec, config: ModelConfig,
         source = PickledWeights(Path(head.path) / PICKLED_FILE)
     weights, prefix = WeightReader(source, dtype, device), config.mtp_prefix if head.model is None else None
     if prefix is not None:
-        weights = WeightReader(source, dtype, device, prefix, config.quantization)
+        weights = WeightReader(source, dtype, device, prefix, layer.quantization)
     built = DraftHead(head.config, model, weights, kernels, choose_token_choice(device, spec.max_step_rows))
     warn_of_unread(source, "the draft head", lambda name: name != _TARGET_TO_DRAFT and name.startswith(prefix or ""))
     return built

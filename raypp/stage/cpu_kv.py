@@ -1,4 +1,4 @@
-"""A stage's KV blocks in CPU memory: the copies that plans order, in their order.
+"""A stage's KV blocks and snapshots of states in CPU memory: the copies that plans order, in their order.
 
 On a GPU a batch of copies runs in a stream of its own, beside the steps before it:
 
@@ -17,7 +17,7 @@ import torch
 
 from raypp.messages import BlockCopies, StepPlan, unpack
 from raypp.ops.block_store import BlockStore
-from raypp.ops.device_kernels import open_block_store
+from raypp.ops.device_kernels import open_block_store, open_row_store
 from raypp.ops.kv_cache import LayerCache
 from raypp.ops.row_state import LayerMemory
 from raypp.stage.stage_spec import StageSpec
@@ -25,7 +25,7 @@ from raypp.tracing import ForwardCounter, now_ns
 from raypp.transport.gpu_access import CurrentStream
 
 GroupStore = tuple[int, BlockStore]
-"""A group of layers, and memory for blocks of some of its caches."""
+"""A group of layers, and memory for blocks of some of its caches; behind the last group, memory for snapshots."""
 
 
 class HostCpuKv:
@@ -115,14 +115,19 @@ class _Batch:
 
 
 def open_cpu_kv(
-    spec: StageSpec, kv_caches: Sequence[LayerMemory], of_head: Sequence[LayerCache], counter: ForwardCounter
+    spec: StageSpec,
+    kv_caches: Sequence[LayerMemory],
+    of_head: Sequence[LayerCache],
+    of_rows: Sequence[torch.Tensor],
+    counter: ForwardCounter,
 ) -> HostCpuKv | CudaCpuKv | None:
-    """Return what copies a stage's blocks to CPU memory and back; None: no blocks are kept there.
+    """Return what copies a stage's blocks and snapshots to CPU memory and back; None: nothing is kept there.
 
     Args:
         spec: Which stage.
         kv_caches: Of its layers.
         of_head: Of a draft head; it has the first group's blocks.
+        of_rows: All tables of rows' states, snapshots behind the rows of requests; none on a stage without states.
         counter: Counts how long steps wait for copies.
 
     Raises:
@@ -136,6 +141,9 @@ def open_cpu_kv(
         of_group = [cache for cache, at in of_layers if at == index and isinstance(cache, LayerCache)]
         kinds = [caches for caches in (of_group, [] if index else of_head) if caches]
         stores += [(index, open_block_store(caches, group.num_cpu_blocks, spec.num_staged_blocks)) for caches in kinds]
+    if of_rows and spec.num_cpu_snapshots:
+        snapshots = [table[spec.max_num_seqs :] for table in of_rows]
+        stores.append((len(spec.groups), open_row_store(snapshots, spec.num_cpu_snapshots)))
     device = torch.device(spec.device)
     if device.type != "cuda":
         return HostCpuKv(stores, counter)

@@ -105,17 +105,18 @@ class Stage:
         self._end = self._make_end(spec) if spec.is_last else None
         speculation = None if self._end is None else self._end.speculation
         of_head = [] if speculation is None else speculation.head_kv_caches
-        self._cpu_kv = open_cpu_kv(spec, kv_caches, of_head, tracer.forwards)
+        self._checkpoints: Checkpoints | None = None
+        if None in spec.layer_groups:
+            num_rows = spec.max_num_seqs + spec.num_snapshots
+            self._checkpoints = Checkpoints(num_rows, spec.block_size, device, kv_caches)
+        of_rows = [] if self._checkpoints is None else self._checkpoints.tables
+        self._cpu_kv = open_cpu_kv(spec, kv_caches, of_head, of_rows, tracer.forwards)
 
         sampler = None if self._end is None else self._end.sampler
         if device.type == "cuda":
             with torch.inference_mode():
                 warm_up(spec, model, kv_caches, sampler)
         compile_ahead(spec, model, kv_caches, sampler, wanted.full)
-        self._checkpoints: Checkpoints | None = None
-        if None in spec.layer_groups:
-            num_rows = spec.max_num_seqs + spec.num_snapshots
-            self._checkpoints = Checkpoints(num_rows, spec.block_size, device, kv_caches)
         rows = (self._block_tables, self._checkpoints, self._next_inputs, self._item_rows, self.items)
         self._layers = StepLayers(spec, model, kv_caches, *rows, self._graphs, wanted.piecewise)
         self._full: FullGraphs | None = None

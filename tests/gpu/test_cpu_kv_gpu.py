@@ -14,7 +14,7 @@ from hf_models import make_checkpoint
 from test_cpu_kv import MAX_LEN, converse, scarce
 
 from raypp.ops.block_store import TorchBlockStore
-from raypp.ops.device_kernels import open_block_store
+from raypp.ops.device_kernels import open_block_store, open_row_store
 from raypp.ops.kv_cache import FP8, LayerCache, allocate_layer_cache, sides
 from raypp.plan.hardware import Hardware
 
@@ -44,6 +44,17 @@ def test_blocks_move_as_on_a_cpu(dtype, num_staged):
         assert torch.equal(side.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
+def test_rows_of_tensors_move_as_on_a_cpu():
+    on_cpu = [torch.arange(9, dtype=torch.int32), torch.randn(9, 33, 5), torch.randn(9, 7, 2).to(torch.bfloat16)]
+    on_gpu = [table.cuda() for table in on_cpu]
+    for tables in (on_cpu, on_gpu):
+        store = open_row_store([table[3:] for table in tables], 4)
+        store.copy_out(np.array([0, 5, 2], np.int32), np.array([3, 1, 0], np.int32))
+        store.copy_in(np.array([4, 0, 1], np.int32), np.array([1, 0, 1], np.int32))
+    for found, expected in zip(on_gpu, on_cpu, strict=True):
+        assert torch.equal(found.cpu(), expected)
+
+
 def test_memory_can_be_locked_again_when_its_owner_is_gone():
     caches = [allocate_layer_cache(8, 16, 2, 64, 64, torch.bfloat16, torch.device("cuda"))]
     for _ in range(3):
@@ -55,15 +66,19 @@ def test_memory_can_be_locked_again_when_its_owner_is_gone():
 
 
 @pytest.mark.parametrize("mode", ["none", "full_and_piecewise"])
-@pytest.mark.parametrize("method", [None, "ngram", "eagle3"])
+@pytest.mark.parametrize("method", [None, "ngram", "eagle3", "states"])
 def test_text_does_not_depend_on_it(tmp_path, method, mode):
     # In float32 texts are equal; bfloat16 has kernels and recordings.
     dtype, seed = ("float32", 4) if mode == "none" else ("bfloat16", 1)
-    path = make_checkpoint("qwen3", seed, tmp_path / "model", min_layers=2)
+    has_states = method == "states"
+    family, min_layers = ("qwen3_5", 4) if has_states else ("qwen3", 2)
+    path = make_checkpoint(family, seed, tmp_path / "model", min_layers=min_layers)
     memory_bytes = torch.cuda.get_device_properties(0).total_memory
     hardware = Hardware(4, 1 << 36, 1, "this one", memory_bytes, torch.cuda.get_device_capability())
     settings = {"device": "cuda", "dtype": dtype, "mode": mode, "num_stages": 2, "stage_num_gpus": 0.5}
-    if method is not None:
+    if has_states:
+        settings |= {"num_state_snapshots": 2, "min_prefill_chunk_tokens": 1}
+    elif method is not None:
         speculative = {"method": method, "num_speculative_tokens": 2}
         head = {"model": str(make_head("eagle3", path, tmp_path / "head"))} if method == "eagle3" else {}
         settings["speculative"] = speculative | head
@@ -72,6 +87,7 @@ def test_text_does_not_depend_on_it(tmp_path, method, mode):
     texts, after = converse(path, hardware, cpu_kv_bytes=1 << 26, **few)
     assert after.num_blocks_copied_out > 0
     assert after.num_blocks_copied_in > 0
+    assert (after.num_snapshots_copied_in > 0) == has_states
     assert after.num_prefix_hit_tokens > before.num_prefix_hit_tokens
     # In 16 bits a near-tie may go either way where a prompt was cut in another place.
     equal = sum(a == b for a, b in zip(texts, without, strict=True))

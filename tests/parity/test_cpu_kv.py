@@ -1,7 +1,8 @@
 """KV blocks in CPU memory change no text, and spare prompts that would be computed again.
 
 Conversations of several turns, whose prompts share nine tenths, with a KV cache of a tenth of what they need: on 1 to 4
-stages, in chunks, with drafts of both kinds, in 8 bits, with preemption, and with blocks of several sizes.
+stages, in chunks, with drafts of both kinds, in 8 bits, with preemption, and with blocks of several sizes. Where layers
+keep states, snapshots of them come and go likewise.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ WAYS = {
     "in 8 bits, n-grams and a head": HEAD | {"kv_cache_dtype": "fp8"},
 }
 IN_CI = ("n-grams", "in 8 bits, n-grams and a head")
+STATE_WAYS = ("one stage", "two stages, chunks", "four stages", "n-grams")
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +138,24 @@ def test_little_cpu_memory_forgets_what_was_used_longest_ago(checkpoint, expecte
     texts, stats = converse(checkpoint, cpu_kv_bytes=1 << 16, **settings)
     assert texts == expected["model"][0]
     assert stats.num_used_cpu_blocks == stats.num_cpu_blocks < stats.num_blocks_copied_out
+
+
+@pytest.mark.parametrize(
+    "way", [way if way in IN_CI else pytest.param(way, marks=pytest.mark.full) for way in STATE_WAYS]
+)
+def test_states_come_back_beside_blocks(tmp_path, way):
+    path = make_checkpoint("qwen3_5", 2, tmp_path, min_layers=4)
+    settings = {"min_prefill_chunk_tokens": 1} | WAYS[way]
+    expected, _ = converse(path, enable_prefix_caching=False, **settings)
+    few = scarce(settings, 0.2) | {"num_state_snapshots": 2, "max_num_seqs": 4}
+    _, without = converse(path, **few)
+    texts, stats = converse(path, cpu_kv_bytes=1 << 24, **few)
+    assert texts == expected
+    computed = [num_computed(each) for each in (without, stats)]
+    print(f"\nprefills computed {computed} tokens: without CPU memory, and with it")
+    assert stats.num_snapshots_copied_in > NUM_USERS
+    assert stats.num_cpu_hit_tokens > 0
+    assert computed[1] < 0.8 * computed[0]
 
 
 @pytest.mark.full

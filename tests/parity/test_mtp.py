@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from drafting import NUM_DRAFTS, Witness, make_requests, run
 from hf_models import hf_greedy, load_reference, make_checkpoint
 from mtp_reference import MtpReference, add_mtp_head, train_mtp_head
+from quantized_tensors import LINEAR, quantize_checkpoint
+from safetensors.torch import load_file, save_file
 from sizes import sized
 
 from raypp.config.engine_config import EngineConfig
@@ -24,8 +27,8 @@ CELLS += sized([], [("qwen3_5_moe", 2, 1, "none"), ("qwen3_next", 2, 3, "full")]
 """Families, seeds, stages and modes of graphs."""
 
 
-def _target(family: str, seed: int, path: Path) -> Path:
-    make_checkpoint(family, seed, path, min_layers=4, vocab_size=128)
+def _target(family: str, seed: int, path: Path, **sizes: int) -> Path:
+    make_checkpoint(family, seed, path, min_layers=4, vocab_size=128, **sizes)
     add_mtp_head(path, seed)
     load_reference.cache_clear()
     return path
@@ -67,11 +70,37 @@ def test_n_grams_and_the_models_own_head_draft_together(tmp_path) -> None:
     assert found == [plain, plain]
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.full)])
+def test_a_head_that_was_not_quantized_may_be_in_a_file_of_its_own(tmp_path, family) -> None:
+    """Neither config.json nor the index says so."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "hidden_size": 64, "moe_intermediate_size": 24}
+    dims = {"linear_key_head_dim": 16, "linear_value_head_dim": 8, "head_dim": 16, "intermediate_size": 64}
+    source = _target(family, 0, tmp_path / "source", **sizes, **dims)
+    linear = (*LINEAR, "in_proj_qkv", "in_proj_z", "out_proj", "fc")
+    left = ("in_proj_b", "in_proj_a", "mlp.gate", "shared_expert_gate")
+    quantize_checkpoint("fp8 blocks", source, tmp_path / "small", tmp_path / "plain", linear, left)
+    head = {name: one for name, one in load_file(source / "model.safetensors").items() if name.startswith("mtp.")}
+    asked, found = make_requests(128), []
+    for name in ("plain", "small"):
+        tensors = load_file(tmp_path / name / "model.safetensors")
+        others = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
+        save_file(others if name == "small" else others | head, tmp_path / name / "model.safetensors")
+        if name == "small":
+            save_file(head, tmp_path / name / "model-mtp.safetensors")
+        speculative = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
+        requests, stats, _ = run(tmp_path / name, asked, num_stages=2, speculative=speculative)
+        found.append([(one.output_token_ids, one.draft_counts.accepted_by_position) for one in requests])
+    assert found[0] == found[1]
+    assert stats.num_draft_tokens > 0
+
+
 def test_a_checkpoint_without_a_head_is_refused(tmp_path) -> None:
     path = make_checkpoint("qwen3_5", 0, tmp_path / "states", min_layers=4)
-    for model in (str(path), "tiny"):
-        with pytest.raises(ConfigError, match="no head of its own"):
+    looked_for = {str(path): rf"tensors mtp\.fc\.\* in {path}: model\.safetensors, .*\*mtp\*", "tiny": "of Qwen3Next"}
+    for model, expected in looked_for.items():
+        with pytest.raises(ConfigError, match="no head of its own") as caught:
             plan_engine(EngineConfig.from_flat(model, speculative={"method": "mtp"}), Hardware(1))
+        assert re.search(expected, str(caught.value.expected))
 
 
 def test_accepted_drafts_of_a_trained_head_are_the_same_on_any_number_of_stages(tmp_path) -> None:

@@ -179,6 +179,7 @@ def test_texts_stay_whatever_happens(group, model, undisturbed, monkeypatch):
         lives = []
         for _ in range(3):
             block_size, num_drafts = rng.choice([4, 8, 16]), rng.choice([0, 1, 3, 7])
+            num_snapshots = rng.choice([0, 1, 2, 8])
             ngram = {"method": "ngram", "num_speculative_tokens": num_drafts}
             lives.append(
                 {
@@ -187,7 +188,8 @@ def test_texts_stay_whatever_happens(group, model, undisturbed, monkeypatch):
                     "max_num_batched_tokens": rng.choice([32, 40, 64]),
                     "min_prefill_chunk_tokens": rng.choice([1, 8]),
                     "num_kv_blocks": 1 + rng.choice([480, 4000]) // block_size,
-                    "num_state_snapshots": rng.choice([0, 1, 2, 8]),
+                    "num_state_snapshots": num_snapshots,
+                    "cpu_kv_bytes": rng.choice([0, 1 << 21, 1 << 24]) if num_snapshots else 0,
                     **({"speculative": ngram} if num_drafts else {}),
                 }
             )
@@ -200,12 +202,14 @@ def test_texts_stay_whatever_happens(group, model, undisturbed, monkeypatch):
         met["preempted"] += stats.num_preemptions > 0
         met["late masks"] += stats.num_late_masks > 0
         met["hits"] += stats.num_prefix_hit_tokens > 0
+        met["from CPU memory"] += stats.num_snapshots_copied_in > 0
         met["accepted"] += stats.num_accepted_tokens > 0
         met["refused"] += stats.num_accepted_tokens < stats.num_draft_tokens
         comparison.compare(answers, undisturbed)
     print(f"\n{dict(met)}: {comparison.num_tokens} tokens are equal, {comparison.num_excused} near-ties excused")
     assert comparison.num_excused <= max(1, comparison.num_tokens // 1000)
-    for what in ("handed over", "preempted", "late masks", "accepted", "refused", "hits") if not group else ():
+    expected = ("handed over", "preempted", "late masks", "accepted", "refused", "hits", "from CPU memory")
+    for what in expected if not group else ():
         assert met[what], f"{what} was never met"
 
 

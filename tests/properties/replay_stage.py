@@ -4,7 +4,8 @@ Like the real first stage it takes feedback in as late as the plans allow, so a 
 or gives a row away too early, computes with a wrong token here. Its KV holds, in each slot, a hash of all tokens up to
 there, so a block that was freed too early, shared wrongly, or never sent makes a history differ from the truth.
 So does one that was overwritten before it was copied to CPU memory, or read before it came back. Copies happen just
-before the plan's step, and might as well have happened right after the step that they have to wait for.
+before the plan's step, and might as well have happened right after the step that they have to wait for. A snapshot of a
+row's states is where the checkpoint stands, and all histories up to the row's end.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from raypp.messages import (
     NULL_BLOCK,
     BlockCopies,
     Bytes,
+    StateCopies,
     StepLogprobs,
     StepPlan,
     StepResult,
@@ -57,6 +59,10 @@ def reference_output(request: Request, limit: int) -> list[int]:
     return output
 
 
+Snapshot = tuple[int, list[int]]
+"""Where a row's checkpoint stands, and its histories."""
+
+
 @dataclass
 class ReplayRow:
     """A row of the stages' tables, and beside it what is true."""
@@ -72,6 +78,7 @@ class ReplayRow:
     num_prompt_logprobs: int = -1
     prompt_len: int = 0
     table: dict[tuple[int, int], int] = field(default_factory=dict)  # by group and index
+    checkpoint: int = 0  # of its states
     histories: list[int] = field(default_factory=list)  # truth: after each token
     token_ids: list[int] = field(default_factory=list)  # truth
 
@@ -90,6 +97,8 @@ class ReplayStage:
         self._rows = [ReplayRow() for _ in range(limits.max_num_seqs)]
         self._kv: dict[tuple[int, int, int], int] = {}  # by group, block and offset
         self._cpu_kv: dict[tuple[int, int], list[int | None]] = {}
+        self._snapshots: dict[int, Snapshot] = {}
+        self._cpu_snapshots: dict[int, Snapshot] = {}
         self._touched: dict[tuple[int, int], int] = {}  # by group and block: the last step that read or wrote it
         self._step_id = NO_STEP
         self.num_ahead = 0  # copies in, without a row that starts with the plan and has the block
@@ -103,10 +112,13 @@ class ReplayStage:
         """Execute the oldest plan and return its result."""
         plan = self.submitted.popleft()
         self._apply_feedback(max(plan.requires_feedback_of, plan.step_id - 2 * self._limits.num_stages))
+        if len(plan.block_copies):
+            self._copy(unpack(BlockCopies, plan.block_copies.data))
+        self._save_states(plan)
         self._apply_deltas(plan)
+        self._restore_states(plan)
         if len(plan.block_copies):
             copies = unpack(BlockCopies, plan.block_copies.data)
-            self._copy(copies)
             of_plan = set(zip(plan.block_groups.tolist(), plan.block_ids.tolist(), strict=True))
             self.num_ahead += len(
                 set(zip(copies.in_groups.tolist(), copies.in_block_ids.tolist(), strict=True)) - of_plan
@@ -115,8 +127,10 @@ class ReplayStage:
         inputs = [self._inputs(plan, index) for index in range(len(plan.rows))]
         for row, start, _ in inputs:  # before anything is written: nobody reads what this same step computes
             self._check_history(self._rows[row], start)
-        for row, start, token_ids in inputs:
+        for index, (row, start, token_ids) in enumerate(inputs):
             self._write(self._rows[row], start, token_ids)
+            known = start if index < plan.num_decode_rows else start + len(token_ids) - 1
+            self._rows[row].checkpoint = known // self._limits.block_size * self._limits.block_size
         width = 1 + plan.num_drafts
         result_ids = np.full((len(plan.rows), width), -1, np.int32)
         num_valid = np.zeros(len(plan.rows), np.int32)
@@ -185,10 +199,20 @@ class ReplayStage:
         )
         assert len(out) == len(copies.out_block_ids)
         assert len(back) == len(copies.in_block_ids)
-        assert all(block < self._limits.groups[group].num_cpu_blocks for group, block in [*out, *back.values()])
+        num_groups = len(self._limits.groups)
+        places = [group.num_cpu_blocks for group in self._limits.groups] + [self._limits.num_cpu_snapshots]
+        assert all(block < places[group] for group, block in [*out, *back.values()])
         for group, block in [*out.values(), *back]:
-            assert 0 < block < self._limits.groups[group].num_blocks
+            if group < num_groups:
+                assert 0 < block < self._limits.groups[group].num_blocks
+            else:
+                assert 0 <= block < self._limits.num_snapshots
             assert self._touched.get((group, block), NO_STEP) <= copies.after_step, "a copy does not wait for its block"
+        for (_, place), (_, snapshot) in [pair for pair in out.items() if pair[0][0] == num_groups]:
+            self._cpu_snapshots[place] = self._snapshots.pop(snapshot)  # nobody may read it any more
+        for (_, snapshot), (_, place) in [pair for pair in back.items() if pair[0][0] == num_groups]:
+            self._snapshots[snapshot] = self._cpu_snapshots[place]
+        out, back = ({at: to for at, to in pairs.items() if at[0] < num_groups} for pairs in (out, back))
         offsets = range(self._limits.block_size)
         for cpu_block, block in out.items():
             self._cpu_kv[cpu_block] = [self._kv.get((*block, offset)) for offset in offsets]
@@ -196,6 +220,29 @@ class ReplayStage:
         for block, cpu_block in back.items():
             assert None not in self._cpu_kv[cpu_block], "a block was copied out before it was full"
             self._kv.update({(*block, offset): self._cpu_kv[cpu_block][offset] for offset in offsets})
+
+    def _save_states(self, plan: StepPlan) -> None:
+        if len(plan.state_copies):
+            copies = unpack(StateCopies, plan.state_copies.data)
+            for row, snapshot in zip(copies.saved_rows.tolist(), copies.saved_snapshots.tolist(), strict=True):
+                self._snapshots[snapshot] = self._rows[row].checkpoint, self._rows[row].histories.copy()
+                self._touched[len(self._limits.groups), snapshot] = plan.step_id
+
+    def _restore_states(self, plan: StepPlan) -> None:
+        restored: dict[int, int] = {}
+        if len(plan.state_copies):
+            copies = unpack(StateCopies, plan.state_copies.data)
+            restored = dict(zip(copies.restored_rows.tolist(), copies.restored_snapshots.tolist(), strict=True))
+            assert set(restored) <= set(plan.start_rows.tolist())
+        for row, start in zip(plan.rows.tolist(), plan.num_computed_tokens.tolist(), strict=True):
+            if self._limits.num_snapshots is not None and row in plan.start_rows:
+                assert (row in restored) == (start > 0), "a row begins without the state behind its prefix"
+        for row, snapshot in restored.items():
+            [start] = plan.num_computed_tokens[plan.rows == row].tolist()
+            checkpoint, histories = self._snapshots[snapshot]
+            assert checkpoint <= start, "what came before the checkpoint is gone"
+            assert histories[:start] == self._rows[row].histories[:start], "a state of other tokens"
+            self._touched[len(self._limits.groups), snapshot] = plan.step_id
 
     def _apply_feedback(self, until: int) -> None:
         while self._feedback and self._feedback[0][0] <= until:

@@ -38,6 +38,8 @@ def limits(draw: st.DrawFn) -> SchedulerLimits:
         BlockGroup(draw(st.integers(8, 40)), window, draw(st.integers(0, 30)) if enable_prefix_caching else 0)
         for window in windows
     )
+    num_snapshots = draw(st.none() | st.integers(1, 6)) if enable_prefix_caching else None
+    keeps_states = num_snapshots is not None and any(group.num_cpu_blocks for group in groups)
     return SchedulerLimits(
         num_stages=num_stages,
         max_num_seqs=max_num_seqs,
@@ -47,6 +49,8 @@ def limits(draw: st.DrawFn) -> SchedulerLimits:
         groups=groups,
         enable_prefix_caching=enable_prefix_caching,
         max_copied_blocks=draw(st.integers(1, 9)),
+        num_snapshots=num_snapshots,
+        num_cpu_snapshots=draw(st.integers(0, 6)) if keeps_states else 0,
         min_prefill_chunk_tokens=draw(st.integers(1, 12)),
         max_steps_per_cohort=draw(st.integers(2, 4)),
         max_drafts=draw(st.integers(0, 3)),
@@ -328,3 +332,17 @@ def test_the_random_drives_meet_what_they_are_for(window: int | None):
     whats += ("copied back in parts", "full CPU memory")
     for what in (*whats, "prompt logprobs after a preemption", "prompt logprobs in pieces"):
         assert met[what] >= 5, f"{what} was met only {met[what]} times: {dict(met)}"
+
+
+def test_the_random_drives_meet_snapshots_in_cpu_memory():
+    met: Counter[str] = Counter()
+    for seed in range(2, 62, 2):
+        more = {"num_snapshots": 1 + seed // 2 % 3, "num_cpu_snapshots": 1 + seed // 2 % 5, "max_drafts": seed % 3}
+        run = drive(scarce_limits(seed, **more), seed, num_actions=120)
+        stats = run.scheduler.stats()
+        met["begun with"] += stats.num_prefix_hit_tokens > 0
+        met["in CPU memory"] += stats.num_cpu_snapshots > 0
+        met["full CPU memory"] += stats.num_cpu_snapshots == run.limits.num_cpu_snapshots
+        met["copied back"] += stats.num_snapshots_copied_in > 0
+        met["preempted"] += stats.num_preemptions > 0
+    assert min(met.values()) >= 5, dict(met)

@@ -45,6 +45,9 @@ def test_blocks_in_cpu_memory_are_said() -> None:
         "qwen3-8b", "2x141GB", num_stages=2, cpu_kv_bytes=32 << 30
     )
     assert not any("make room" in line for line in _lines("qwen3-8b", "2x141GB", num_stages=2))
+    with_states = _lines("qwen3.6-27b", "2x141GB", num_stages=2, cpu_kv_bytes=32 << 30)
+    [line] = [line for line in with_states if "make room" in line]
+    assert "snapshots of states that had to make room: in each stage's machine up to 3" in line
 
 
 def test_gpus_that_no_stage_has_are_said() -> None:

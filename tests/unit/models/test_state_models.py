@@ -222,5 +222,25 @@ def test_prompts_begin_with_snapshots_of_states() -> None:
         limits = plan.scheduler_limits()
         assert (limits.num_snapshots, limits.enable_prefix_caching) == (num_snapshots, num_snapshots > 0)
         assert plan.memory[0].num_rows == num_rows
-    with pytest.raises(ConfigError, match="cpu_kv_bytes"):
-        _plan(cpu_kv_bytes=GIB)
+    with pytest.raises(ConfigError, match="cpu_kv_bytes has no effect without snapshots"):
+        _plan(cpu_kv_bytes=GIB, num_state_snapshots=0)
+
+
+def test_blocks_and_snapshots_share_cpu_memory() -> None:
+    plan = _plan(cpu_kv_bytes=GIB, max_num_seqs=16, num_stages=2)
+    largest_row = max(stage.row_bytes for stage in plan.memory)
+    largest_block = max(sum(stage.block_bytes) for stage in plan.memory)
+    limits = plan.scheduler_limits()
+    assert limits.num_cpu_snapshots == plan.stage_spec(0).num_cpu_snapshots == GIB // 2 // largest_row
+    assert limits.num_cpu_blocks == GIB // 2 // largest_block
+    assert limits.snapshot_bytes == sum(stage.row_bytes for stage in plan.memory)
+    assert [stage.cpu_kv_bytes for stage in plan.stages] == [
+        limits.num_cpu_snapshots * memory.row_bytes + limits.num_cpu_blocks * sum(memory.block_bytes)
+        for memory in plan.memory
+    ]
+    assert max(stage.cpu_kv_bytes for stage in plan.stages) <= GIB
+    assert plan.describe()["num_cpu_state_snapshots"] == limits.num_cpu_snapshots
+    assert _plan().num_cpu_snapshots == 0
+    with pytest.raises(ResourceError, match="one KV block and one snapshot") as caught:
+        _plan(cpu_kv_bytes=largest_row, max_num_seqs=16, num_stages=2)
+    assert caught.value.expected == f"at least {2 * max(largest_row, largest_block)}, or 0 for none"

@@ -9,6 +9,7 @@ import torch
 from raypp.ops.block_store import BlockStore, TorchBlockMover, TorchBlockStore
 from raypp.ops.cuda import pinned_blocks
 from raypp.ops.cuda.pinned_blocks import PinnedBlockStore, runs
+from raypp.ops.device_kernels import open_row_store
 from raypp.ops.kv_cache import FP8, LayerCache, allocate_layer_cache, sides
 
 CPU = torch.device("cpu")
@@ -63,6 +64,25 @@ def test_blocks_come_back_wherever_they_go(make_store, dtype, block_size):
         for block, other in zip(blocks[2:].tolist(), others.tolist(), strict=True):
             assert torch.equal(now[other], then[block])
         assert not now[untouched].any()
+
+
+def test_rows_of_tensors_come_back_wherever_they_go():
+    tables = [
+        torch.arange(9, dtype=torch.int32),
+        torch.randn(9, 3, 5),
+        torch.randn(9, 7).to(torch.bfloat16),
+        torch.randn(9, 2, 2, 2, dtype=torch.float64),
+    ]
+    snapshots = [table[3:] for table in tables]  # behind rows of requests
+    before = [table.clone() for table in tables]
+    store = open_row_store(snapshots, 4)
+    store.copy_out(np.array([0, 5, 2], np.int32), np.array([3, 1, 0], np.int32))
+    for table in tables:
+        table.zero_()
+    store.copy_in(np.array([4, 0, 1], np.int32), np.array([1, 0, 1], np.int32))
+    for table, then in zip(tables, before, strict=True):
+        assert torch.equal(table[[7, 3, 4]], then[[8, 5, 8]])
+        assert not table[[0, 1, 2, 5, 6, 8]].any()
 
 
 @pytest.mark.parametrize(

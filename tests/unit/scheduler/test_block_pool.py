@@ -1,7 +1,8 @@
 import pytest
 
 from raypp.messages import NULL_BLOCK
-from raypp.scheduler.kv_blocks import BlockPool, CpuBlocks, PrefixCache
+from raypp.scheduler.cpu_blocks import CpuBlocks
+from raypp.scheduler.kv_blocks import BlockPool, PrefixCache
 
 
 def _pool(num_blocks: int = 6) -> tuple[BlockPool, PrefixCache]:

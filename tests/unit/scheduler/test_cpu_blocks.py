@@ -1,5 +1,5 @@
 from raypp.messages import NO_STEP
-from raypp.scheduler.kv_blocks import CpuBlocks
+from raypp.scheduler.cpu_blocks import CpuBlocks
 
 
 def taken(blocks: CpuBlocks) -> tuple[int, dict[int, int], dict[int, int]]:

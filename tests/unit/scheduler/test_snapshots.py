@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from drive import Pipeline, make_limits, make_request, make_result
 
-from raypp.messages import StateCopies, StepPlan, unpack
+from raypp.messages import NO_STEP, BlockCopies, StateCopies, StepPlan, unpack
+from raypp.scheduler.cpu_blocks import CopyOrders
 from raypp.scheduler.drafts import FixedDrafts
 from raypp.scheduler.scheduler import Scheduler
 from raypp.scheduler.state_snapshots import StateSnapshots
@@ -104,16 +105,119 @@ def test_the_least_recently_used_makes_room():
     snapshots = StateSnapshots(2)
     for row, key in enumerate((b"a", b"b")):
         snapshots.save(key, row)
-    snapshots.take_copies()
+    snapshots.take_copies(0)
     snapshots.restore(b"a", 5)
-    snapshots.take_copies()
+    snapshots.take_copies(1)
     snapshots.save(b"c", 3)
-    copies = unpack(StateCopies, snapshots.take_copies().data)
+    copies = unpack(StateCopies, snapshots.take_copies(2).data)
     assert (copies.saved_rows.tolist(), copies.saved_snapshots.tolist()) == ([3], [1])
     assert [snapshots.longest_prefix(keys) for keys in ([b"a"], [b"b"], [b"x", b"c", b"y"])] == [1, 0, 2]
     snapshots.save(b"d", 4, b"c")
     snapshots.save(b"e", 4)
     assert [snapshots.longest_prefix([key]) for key in (b"a", b"c", b"d", b"e")] == [0, 0, 1, 1]
-    snapshots.take_copies()
-    assert not np.any(snapshots.take_copies())
+    snapshots.take_copies(3)
+    assert not np.any(snapshots.take_copies(4))
     snapshots.check_integrity()
+
+
+def _orders(snapshots: StateSnapshots, step_id: int) -> tuple[CopyOrders, dict[int, int], dict[int, int]]:
+    """Return what a plan orders: copies to CPU memory and back, rows to snapshots, and snapshots by rows."""
+    snapshots.check_integrity()
+    orders, packed = snapshots.in_cpu_memory.take_copies(), snapshots.take_copies(step_id)
+    if not len(packed):
+        return orders, {}, {}
+    copies = unpack(StateCopies, packed.data)
+    pairs = ((copies.saved_rows, copies.saved_snapshots), (copies.restored_rows, copies.restored_snapshots))
+    saved, restored = (dict(zip(*(part.tolist() for part in pair), strict=True)) for pair in pairs)
+    return orders, saved, restored
+
+
+def test_what_makes_room_goes_to_cpu_memory_and_comes_back_when_a_row_begins_with_it():
+    snapshots = StateSnapshots(2, 3)
+    snapshots.save(b"a", 0)
+    snapshots.save(b"b", 1)
+    assert _orders(snapshots, 3) == ((NO_STEP, {}, {}), {0: 0, 1: 1}, {})
+    snapshots.save(b"c", 2)
+    assert _orders(snapshots, 4) == ((3, {0: 0}, {}), {2: 0}, {})
+    assert snapshots.longest_prefix([b"a", b"x"]) == 1
+    assert snapshots.can_restore(b"a", beside_others=True)
+    snapshots.restore(b"a", 6)  # in the place of b, which step 3 has written
+    assert _orders(snapshots, 9) == ((3, {1: 1}, {1: 0}), {}, {6: 1})
+    snapshots.save(b"d", 3)
+    assert _orders(snapshots, 10) == ((4, {0: 2}, {}), {3: 0}, {})
+    snapshots.save(b"e", 3)  # a makes room again: it is in CPU memory already
+    assert _orders(snapshots, 11) == ((NO_STEP, {}, {}), {3: 1}, {})
+    assert all(snapshots.longest_prefix([key]) for key in (b"a", b"b", b"c", b"d", b"e"))
+    assert (snapshots.in_cpu_memory.num_copied_out, snapshots.in_cpu_memory.num_copied_in) == (3, 1)
+
+
+def test_a_place_that_the_next_plan_reads_is_not_given_away():
+    snapshots = StateSnapshots(1, 4)
+    for step_id, key in enumerate((b"a", b"b", b"c")):
+        snapshots.save(key, 0)
+        _orders(snapshots, step_id)
+    assert snapshots.can_restore(b"a", beside_others=False)
+    snapshots.restore(b"a", 1)
+    assert not snapshots.can_restore(b"b", beside_others=False)
+    assert snapshots.can_restore(b"a", beside_others=True)  # it will be there
+    snapshots.restore(b"a", 2)
+    assert _orders(snapshots, 3)[2] == {1: 0, 2: 0}
+    assert snapshots.can_restore(b"b", beside_others=False)
+
+
+def test_a_plan_brings_one_back_beside_others():
+    snapshots = StateSnapshots(3, 8)
+    for key in (b"a", b"b", b"c", b"d", b"e", b"f"):
+        snapshots.save(key, 0)
+        _orders(snapshots, 0)
+    assert snapshots.can_restore(b"a", beside_others=True)
+    snapshots.restore(b"a", 1)
+    assert not snapshots.can_restore(b"b", beside_others=True)
+    assert snapshots.can_restore(b"b", beside_others=False)
+
+
+def test_a_copy_that_no_step_has_made_goes_nowhere():
+    """One that comes back needs the place of one that the same plan was to save."""
+    snapshots = StateSnapshots(1, 4)
+    snapshots.save(b"a", 0)
+    _orders(snapshots, 0)
+    snapshots.save(b"b", 1)
+    snapshots.save(b"c", 2)  # b was not written yet
+    assert _orders(snapshots, 1) == ((0, {0: 0}, {}), {2: 0}, {})
+    snapshots.save(b"d", 3)
+    assert snapshots.can_restore(b"a", beside_others=True)
+    snapshots.restore(b"a", 4)
+    assert _orders(snapshots, 2) == ((1, {0: 1}, {0: 0}), {}, {4: 0})
+    assert [snapshots.longest_prefix([key]) for key in (b"a", b"b", b"c", b"d")] == [1, 0, 1, 0]
+
+
+def test_turns_of_many_conversations_go_on_from_cpu_memory():
+    """Few places on the device for blocks and for snapshots: plans order copies of both."""
+    pipeline = _pipeline(num_blocks=12, num_cpu_blocks=60, num_cpu_snapshots=20, max_copied_blocks=2)
+    prompts = [[100 * user + index for index in range(21)] for user in range(6)]
+    for turn in range(3):
+        for user, prompt in enumerate(prompts):
+            assert _run(pipeline, f"{user} {turn}", prompt, max_tokens=2) == (len(prompt) - 5 if turn else 0)
+            pipeline.scheduler.check_integrity()
+            prompt += [7, 7, user, turn]
+    stats = pipeline.scheduler.stats()
+    assert stats.num_blocks_copied_in > 0
+    assert stats.num_snapshots_copied_in >= 8
+    assert 4 < stats.num_cpu_snapshots <= 20
+    ordered = [unpack(BlockCopies, plan.block_copies.data) for plan in pipeline.plans if len(plan.block_copies)]
+    assert {group for copies in ordered for group in copies.out_groups.tolist()} == {0, 1}
+    assert {group for copies in ordered for group in copies.in_groups.tolist()} == {0, 1}
+
+
+def test_requests_that_come_together_wait_for_their_snapshots():
+    pipeline = _pipeline(num_cpu_snapshots=20, num_cpu_blocks=20)
+    prompts = [[100 * user + index for index in range(10)] for user in range(8)]
+    for user, prompt in enumerate(prompts):
+        _run(pipeline, f"{user}", prompt)
+    requests = [make_request(f"{user} again", prompt, max_tokens=4) for user, prompt in enumerate(prompts)]
+    for request in requests:
+        pipeline.scheduler.add(request)
+    pipeline.finish()
+    assert [request.num_cached_tokens for request in requests] == [8] * 8
+    ordered = [unpack(BlockCopies, plan.block_copies.data) for plan in pipeline.plans if len(plan.block_copies)]
+    assert {copies.in_groups.tolist().count(1) for copies in ordered} == {0, 1}
