@@ -1,4 +1,4 @@
-"""The least time that a stage's forward could take: for reading weights, KV and states, or for the arithmetic, if that is more.
+"""The least time that a stage's forward could take: for reading weights, KV and states, or for arithmetic, if more.
 
 Activations, the sampler and messages are not counted. 1 / share is how much there is to be won at most.
 """
