@@ -128,6 +128,8 @@ class ParallelSection(Section):
     prompt_tokens_per_output: float = Field(default=0.0, ge=0, le=1e5)
     """Prompt tokens that are computed for every token of an answer in the traffic that layers are cut for: prompts make
     layers slower, not the LM head. 0: for steps that only decode. `raypp tune --traffic` reads it off a log."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Members of each stage, on one node: every layer's weights, heads and KV cache are cut for them."""
     transport: TransportKind = "auto"
     """How tensors move between stages. `auto`, for each pair of neighbours: `ipc` on one node when each GPU reaches the
     other's memory, `nccl` between nodes and otherwise, `gloo` on CPUs. One stage is always `local`."""

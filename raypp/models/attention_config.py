@@ -83,6 +83,7 @@ class AttentionConfig:
     soft_cap: float | None = None  # scores become cap * tanh(score / cap)
     has_sinks: bool = False  # whether every head has a logit of its own in the softmax
     has_gate: bool = False  # whether the output is multiplied by the sigmoid of a projection of its own
+    num_sharing: int = 1  # members of a stage that have the same KV heads, where there are fewer heads than members
 
     @property
     def cache(self) -> PagedKV:

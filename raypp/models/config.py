@@ -104,6 +104,7 @@ class ModelConfig:
     has_fp8_kv_cache: bool = False  # whether the checkpoint was made for a KV cache in 8 bits
     adds_one_to_norms: bool = False  # whether norms multiply by 1 + weight
     mtp_prefix: str | None = None  # of the tensors of a head that drafts, if the model's checkpoints may have one
+    num_members: int = 1  # of a stage; all sizes but those of the vocabulary are one member's, see `of_one_member`
 
     @property
     def num_layers(self) -> int:
@@ -119,6 +120,11 @@ class ModelConfig:
     def has_row_states(self) -> bool:
         """Whether some layers keep a state per row instead."""
         return len(self.attending) < len(self.attention)
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and of the LM head that a member has; the last one pads them."""
+        return -(-self.vocab_size // self.num_members)
 
     def group_of(self, layer: int) -> int | None:
         """Return which group of `windows` a layer is of, None if it keeps no KV."""

@@ -24,11 +24,13 @@ from raypp.models.draft_head import DraftHead
 from raypp.models.layer import TransformerLayer, axis_frequencies, inverse_frequencies, read_norm
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes
 from raypp.models.vision_config import TOWER_PREFIX
-from raypp.models.weights import WeightReader, WeightSource
+from raypp.models.weights import Member, Span, WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.backend import KernelSet, LMHead, Projection
+from raypp.ops.member_kernels import with_members
 from raypp.ops.row_state import LayerMemory
 from raypp.ops.weight import Weight
+from raypp.transport.members import Members
 
 if TYPE_CHECKING:
     from raypp.graphs.compiled import CompiledFunction
@@ -104,6 +106,7 @@ class DecoderModel:
         device: torch.device,
         kernels: KernelSet,
         head_support: HeadSupport | None = None,
+        members: Members | None = None,
     ) -> None:
         assert 0 <= start_layer < end_layer <= config.num_layers
         self.hidden_size = config.hidden_size
@@ -113,7 +116,9 @@ class DecoderModel:
         self._layer_indices = range(start_layer, end_layer)
         self.dtype = dtype
         self.device = device
-        self.kernels = kernels
+        self.kernels = with_members(kernels, members, config.vocab_size)
+        self._members = members
+        self._member = Member() if members is None else Member(members.rank, members.count)
         rotations = [
             each.rotation if isinstance(each, AttentionConfig) else None
             for each in config.attention[start_layer:end_layer]
@@ -161,10 +166,10 @@ class DecoderModel:
             ModelLoadError: a tensor is missing, has the wrong shape, or cannot be read.
         """
         config = self._config
-        whole = WeightReader(source, self.dtype, self.device, quantization=config.quantization)
+        whole = WeightReader(source, self.dtype, self.device, quantization=config.quantization, member=self._member)
         weights = whole.below(config.weight_prefix)
         if self.is_first:
-            self._embedding = weights.tensor(EMBEDDING, config.vocab_size, config.hidden_size)
+            self._embedding = self._read_vocabulary(weights, EMBEDDING)
         self.layers = [
             TransformerLayer(config, index, weights.below(f"layers.{index}."), self.kernels)
             for index in self._layer_indices
@@ -189,12 +194,21 @@ class DecoderModel:
         is_of_head = config.mtp_prefix is not None and name.startswith(config.mtp_prefix)
         return self.is_last and name not in embeddings and not is_of_tower and not is_of_head
 
+    def _read_vocabulary(self, weights: WeightReader, name: str) -> torch.Tensor:
+        """Return the member's rows of a matrix with a row per token, [V / members, H]; zeros behind the last token."""
+        config = self._config
+        rows = config.vocab_rows
+        begin = min(self._member.rank * rows, config.vocab_size)
+        span = Span(begin, min(rows, config.vocab_size - begin), config.vocab_size)
+        found = weights.tensor(name, span, config.hidden_size)
+        return F.pad(found, (0, 0, 0, rows - span.size)) if span.size < rows else found
+
     def _load_lm_head(self, whole: WeightReader) -> None:
         config, support, kernels = self._config, self._head_support, self.kernels
         weights, weight = whole.below(config.weight_prefix), self._embedding
         if weight is None or not config.tie_word_embeddings:
             name = config.weight_prefix + EMBEDDING if config.tie_word_embeddings else LM_HEAD
-            weight = whole.tensor(name, config.vocab_size, config.hidden_size)
+            weight = self._read_vocabulary(whole, name)
         norm_weight = read_norm(config, weights, "norm.weight", config.hidden_size)
         if support is not None and self._embedding is None and support.gives_embedding:
             # Linear layers may keep their weights in a form of their own, so a tied head's is read once more there.
@@ -213,7 +227,13 @@ class DecoderModel:
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the tokens' embeddings, [T, H]. First stage only. Shapes: input_ids [T] int32 or int64."""
         assert self._embedding is not None, "not the first stage, or no weights yet"
-        return F.embedding(input_ids, self._embedding)
+        if self._members is None:
+            return F.embedding(input_ids, self._embedding)
+        rows = len(self._embedding)
+        places = input_ids - self._member.rank * rows
+        is_own = (places >= 0) & (places < rows)
+        own = F.embedding(places.clamp(0, rows - 1), self._embedding)
+        return self._members.sum_(own.masked_fill_(~is_own.unsqueeze(1), 0.0))
 
     def forward(
         self,

@@ -20,7 +20,7 @@ from raypp.errors import ModelLoadError
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig
 from raypp.models.config import ExpertConfig, ModelConfig
 from raypp.models.rope_config import RopeConfig
-from raypp.models.weights import Index, WeightReader, WeightSource
+from raypp.models.weights import Index, Member, Span, WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Rotation
 from raypp.ops.backend import KernelSet, Routing
 from raypp.ops.kv_cache import LayerCache
@@ -57,17 +57,19 @@ def read_attention(config: ModelConfig, index: int, weights: WeightReader, num_i
     """
     hidden, attention = config.hidden_size, config.attention[index]
     assert isinstance(attention, AttentionConfig)
-    rows, head_dim = attention.row_sizes, attention.head_dim
+    head_dim, member, shared = attention.head_dim, weights.member, attention.num_sharing
+    queries, keys, values = attention.row_sizes
+    parts = (member.part(queries), member.part(keys, shared), member.part(values, shared))
     qkv_bias = output_bias = norm = sinks = None
     if config.qkv_bias:
-        qkv_bias = weights.stacked(("q_proj.bias", "k_proj.bias", "v_proj.bias"), rows)
+        qkv_bias = weights.stacked(("q_proj.bias", "k_proj.bias", "v_proj.bias"), parts)
     if config.attention_output_bias:
         output_bias = weights.tensor("o_proj.bias", hidden)
     if config.qk_norm:
         q_norm, k_norm = (read_norm(config, weights, f"{name}_norm.weight", head_dim) for name in "qk")
         norm = HeadNorm(q_norm, k_norm, config.rms_norm_eps)
     if attention.has_sinks:
-        sinks = weights.tensor("sinks", attention.num_heads).float()
+        sinks = weights.tensor("sinks", member.part(attention.num_heads)).float()
     k_scale, v_scale = read_kv_scales(weights)
     return AttentionWeights(
         heads=Heads(
@@ -86,9 +88,9 @@ def read_attention(config: ModelConfig, index: int, weights: WeightReader, num_i
             rotary_dim=None if attention.rope is None else attention.rotation[0],
             has_gate=attention.has_gate,
         ),
-        qkv=weights.weight(("q_proj", "k_proj", "v_proj"), rows, num_inputs),
+        qkv=weights.weight(("q_proj", "k_proj", "v_proj"), parts, num_inputs),
         qkv_bias=qkv_bias,
-        output=weights.weight(("o_proj",), (hidden,), attention.output_size),
+        output=weights.weight(("o_proj",), (hidden,), member.part(attention.output_size)),
         output_bias=output_bias,
     )
 
@@ -106,11 +108,22 @@ def read_gated_delta(config: ModelConfig, delta: GatedDeltaConfig, weights: Weig
     Raises:
         ModelLoadError: a tensor is missing, has the wrong shape, or cannot be read.
     """
-    shape = delta.cache
-    conv = weights.tensor("conv1d.weight", shape.conv_dim, 1, shape.kernel_size)
-    a_log, dt_bias = (weights.tensor(name, shape.num_v_heads, dtype=torch.float32) for name in ("A_log", "dt_bias"))
+    shape, heads = delta.cache, weights.member.part(delta.num_v_heads)
+    conv = weights.stacked(("conv1d.weight",) * 3, _conv_parts(delta, weights.member), 1, shape.kernel_size)
+    a_log, dt_bias = (weights.tensor(name, heads, dtype=torch.float32) for name in ("A_log", "dt_bias"))
     norm_weight = weights.tensor("norm.weight", shape.v_dim)
     return DeltaHeads(shape, conv.squeeze(1), a_log, dt_bias, norm_weight, config.rms_norm_eps)
+
+
+def _conv_parts(delta: GatedDeltaConfig, member: Member) -> tuple[Span, Span, Span]:
+    """Return which queries, keys and values a member has, of what goes into the convolution."""
+    begin, parts = 0, []
+    keys, values = delta.num_k_heads * delta.k_dim, delta.output_size
+    total = member.count * (2 * keys + values)
+    for size in (keys, keys, values):
+        parts.append(Span(begin + member.rank * size, size, total))
+        begin += member.count * size
+    return parts[0], parts[1], parts[2]
 
 
 class AttentionMixer:
@@ -151,17 +164,21 @@ class GatedDeltaMixer:
         delta, hidden, weights = config.attention[index], config.hidden_size, weights.below("linear_attn.")
         assert isinstance(delta, GatedDeltaConfig)
         mixed, gates, both = delta.row_sizes
-        num_heads, eps = delta.num_v_heads, config.rms_norm_eps
+        member, eps = weights.member, config.rms_norm_eps
         if delta.is_joined:
             orders = delta.joined_rows
-            inputs = weights.weight(("in_proj_qkvz",), (mixed + gates,), hidden).sorted_outputs(orders[0])
-            numbers = weights.weight(("in_proj_ba",), (both,), hidden).sorted_outputs(orders[1])
+            inputs = weights.weight(("in_proj_qkvz",), (member.part(mixed + gates),), hidden).sorted_outputs(orders[0])
+            numbers = weights.weight(("in_proj_ba",), (member.part(both),), hidden).sorted_outputs(orders[1])
         else:
-            inputs = weights.weight(("in_proj_qkv", "in_proj_z"), (mixed, gates), hidden)
-            numbers = weights.weight(("in_proj_b", "in_proj_a"), (num_heads, num_heads), hidden)
+            parts, heads = (mixed,), member.part(delta.num_v_heads)
+            if member.count > 1:
+                parts = _conv_parts(delta, member)
+            modules = ("in_proj_qkv",) * len(parts) + ("in_proj_z",)
+            inputs = weights.weight(modules, (*parts, member.part(gates)), hidden)
+            numbers = weights.weight(("in_proj_b", "in_proj_a"), (heads, heads), hidden)
         self._inputs = kernels.norm_linear(norm, eps, inputs)
         self._numbers = kernels.norm_linear(norm, eps, numbers)
-        self.output = kernels.add_linear(weights.weight(("out_proj",), (hidden,), delta.output_size))
+        self.output = kernels.add_linear(weights.weight(("out_proj",), (hidden,), member.part(delta.output_size)))
         self._delta = kernels.gated_delta(read_gated_delta(config, delta, weights))
 
     def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,7 +205,7 @@ class GatedMLP:
     """
 
     def __init__(self, config: ModelConfig, weights: WeightReader, kernels: KernelSet) -> None:
-        hidden, intermediate = config.hidden_size, config.intermediate_size
+        hidden, intermediate = config.hidden_size, weights.member.part(config.intermediate_size)
         norm_weight = read_norm(config, weights, "post_attention_layernorm.weight", hidden)
         mlp = weights.below("mlp.")
         rows = (intermediate, intermediate)
@@ -323,7 +340,7 @@ class SparseMLP:
         experts, hidden = config.experts, config.hidden_size
         assert experts is not None
         norm_weight = read_norm(config, weights, "post_attention_layernorm.weight", hidden)
-        names, num_experts, size = experts.names, experts.num_experts, experts.intermediate_size
+        names, num_experts, size = experts.names, experts.num_experts, weights.member.part(experts.intermediate_size)
         is_renamed = names.block != _FUSED_BLOCK and weights.has(f"{_FUSED_BLOCK}gate.weight")
         block = weights.below(_FUSED_BLOCK if is_renamed else names.block)
         if any(block.has(f"gate.{tensor}") for tensor in _QUANTIZED):
@@ -331,7 +348,7 @@ class SparseMLP:
         else:
             router = block.tensor("gate.weight", num_experts, hidden)
         if block.has("experts.gate_up_proj"):
-            block = block.of(FusedExperts(block.source, block.prefix + "experts.", experts, hidden))
+            block = block.of(FusedExperts(block.source, block.prefix + "experts.", experts, size.total, hidden))
         gate_up = block.expert_weight("experts.{}.", num_experts, (names.gate, names.up), (size, size), hidden)
         down = block.expert_weight("experts.{}.", num_experts, (names.down,), (hidden,), size)
         routing = Routing(experts.num_chosen, experts.normalizes, experts.are_chosen_evenly)
@@ -364,12 +381,13 @@ class SharedMLP:
         self, config: ModelConfig, size: int, weights: WeightReader, kernels: KernelSet, norm: torch.Tensor
     ) -> None:
         hidden, eps, mlp = config.hidden_size, config.rms_norm_eps, weights.below("shared_expert.")
-        gate_up = mlp.weight(("gate_proj", "up_proj"), (size, size), hidden)
+        part = weights.member.part(size)
+        gate_up = mlp.weight(("gate_proj", "up_proj"), (part, part), hidden)
         self._gate_up = kernels.norm_gated_linear(norm, eps, gate_up)
         gate = weights.weight(("shared_expert_gate",), (1,), hidden).dequantized(weights.dtype)
         rows = torch.cat((gate, gate.new_zeros(_LEAST_OUTPUTS - 1, hidden)))
         self._share = kernels.norm_linear(norm, eps, Weight(rows))
-        self.add = kernels.add_linear(mlp.weight(("down_proj",), (hidden,), size))
+        self.add = kernels.add_linear(mlp.weight(("down_proj",), (hidden,), part))
         """(inner, residual) -> residual + what the MLP gives."""
 
     def inner(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -394,13 +412,14 @@ class FusedExperts:
         source: Has the fused tensors.
         prefix: Before their names, up to `experts.`.
         experts: The model's.
+        size: I, whole.
         hidden_size: H.
     """
 
-    def __init__(self, source: WeightSource, prefix: str, experts: ExpertConfig, hidden_size: int) -> None:
+    def __init__(self, source: WeightSource, prefix: str, experts: ExpertConfig, size: int, hidden_size: int) -> None:
         self._source = source
         self._prefix = prefix
-        names, size = experts.names, experts.intermediate_size
+        names = experts.names
         self._parts = {
             f"{names.gate}.weight": ("gate_up_proj", slice(0, size)),
             f"{names.up}.weight": ("gate_up_proj", slice(size, 2 * size)),
@@ -433,7 +452,8 @@ class FusedExperts:
         fused, rows = self._parts[layer]
         place = (int(expert), slice(None), rows) if self._has_inputs_first else (int(expert), rows, slice(None))
         part = self._source.get(self._prefix + fused, self._shapes[fused], dtype, place)
-        return part.t().contiguous() if self._has_inputs_first else part
+        part = part.t() if self._has_inputs_first else part
+        return (part if where is None else part[where]).contiguous()
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a stored tensor; those of single experts are none."""

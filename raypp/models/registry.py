@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # planning asks where a model is, and must not wait for torch
     from raypp.models.transformers_model import TransformersModel
     from raypp.models.weights import WeightSource
     from raypp.ops.backend import KernelSet
+    from raypp.transport.members import Members
 
 EMBEDDED_MODELS = ("tiny", "tiny-vl")
 """Models that are part of the package."""
@@ -51,6 +52,7 @@ def build_model(
     kernels: KernelSet | None = None,
     head_support: HeadSupport | None = None,
     path: Path | None = None,
+    members: Members | None = None,
 ) -> DecoderModel | TransformersModel:
     """Return the layers [start_layer, end_layer) of a model, still without weights.
 
@@ -63,6 +65,7 @@ def build_model(
         kernels: What it computes with; None: what `choose_kernels` takes for one-token decode rows.
         head_support: What it does for a draft head; None: there is none.
         path: The directory of config.json, which transformers' modules are made of.
+        members: Of the stage, if it has several; the configuration is that of one of them.
     """
     from raypp.models.decoder import DecoderModel
     from raypp.ops.device_kernels import choose_kernels
@@ -88,6 +91,7 @@ def build_model(
         device=device,
         kernels=kernels or choose_kernels(device, dtype),
         head_support=head_support,
+        members=members,
     )
 
 

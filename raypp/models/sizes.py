@@ -154,12 +154,12 @@ def mlp_width(config: ModelConfig) -> int:
 
 def embedding_bytes(config: ModelConfig, dtype_bytes: int) -> int:
     """Return the bytes of the token embedding, which the first stage holds."""
-    return config.vocab_size * config.hidden_size * dtype_bytes
+    return config.vocab_rows * config.hidden_size * dtype_bytes
 
 
 def lm_head_bytes(config: ModelConfig, dtype_bytes: int) -> int:
     """Return the bytes of the final norm and the LM head, which the last stage holds; also when it is tied."""
-    return (config.vocab_size + 1) * config.hidden_size * dtype_bytes
+    return (config.vocab_rows + 1) * config.hidden_size * dtype_bytes
 
 
 def parameter_counts(config: ModelConfig) -> tuple[int, int]:

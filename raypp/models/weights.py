@@ -10,10 +10,10 @@ import logging
 import math
 import pickle
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,6 +44,44 @@ _FP4_DEVIATION = math.sqrt(8.5625)  # of all sixteen codes
 _INT8_DEVIATION = 24.0
 
 Index = tuple[int | slice, ...]
+
+
+class Span(NamedTuple):
+    """Some of a dimension: the part that a member of a stage has."""
+
+    start: int
+    size: int
+    total: int  # of the whole dimension
+
+    @property
+    def slice(self) -> slice:
+        """The same as an index."""
+        return slice(self.start, self.start + self.size)
+
+
+Size = int | Span
+"""Of a dimension: all of it, or a part of it."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of the members of a stage, which share its weights."""
+
+    rank: int = 0
+    count: int = 1
+
+    def part(self, size: int, num_sharing: int = 1) -> Span:
+        """Return the member's part of a dimension that is cut evenly.
+
+        Args:
+            size: Of the part.
+            num_sharing: Members that follow each other and have the same part.
+        """
+        return Span(self.rank // num_sharing * size, size, self.count // num_sharing * size)
+
+
+def _span(size: Size) -> Span:
+    return size if isinstance(size, Span) else Span(0, size, size)
 
 
 class WeightSource(StoredTensors, Protocol):
@@ -345,6 +383,7 @@ class WeightReader:
         device: Where they go.
         prefix: Before every name, e.g. `model.layers.3.`.
         quantization: The form of linear layers; None: all are of that type.
+        member: Of the stage, whose parts are read.
     """
 
     def __init__(
@@ -354,28 +393,35 @@ class WeightReader:
         device: torch.device,
         prefix: str = "",
         quantization: Quantization | None = None,
+        member: Member = Member(),
     ) -> None:
         self.source = source
         self.dtype = dtype
         self.device = device
         self.prefix = prefix
+        self.member = member
         self._quantization = quantization
 
     def below(self, prefix: str) -> WeightReader:
         """Return a reader of the tensors below a further prefix."""
-        return WeightReader(self.source, self.dtype, self.device, self.prefix + prefix, self._quantization)
+        return WeightReader(self.source, self.dtype, self.device, self.prefix + prefix, self._quantization, self.member)
 
     def of(self, source: WeightSource) -> WeightReader:
         """Return a reader of the same tensors that come from elsewhere."""
-        return WeightReader(source, self.dtype, self.device, self.prefix, self._quantization)
+        return WeightReader(source, self.dtype, self.device, self.prefix, self._quantization, self.member)
 
     def has(self, name: str) -> bool:
         """Return whether a checkpoint has a tensor; random weights have none that one need not have."""
         return self.source.shape_of(self.prefix + name) is not None
 
-    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return one tensor, of the reader's type if no other is asked for."""
-        return self.source.get(self.prefix + name, shape, dtype or self.dtype).to(self.device)
+    def tensor(self, name: str, *shape: Size, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return one tensor or a part of it, of the reader's type if no other is asked for."""
+        return self._get(name, shape, dtype or self.dtype).to(self.device)
+
+    def _get(self, name: str, shape: Sequence[Size], dtype: torch.dtype) -> torch.Tensor:
+        spans = [_span(size) for size in shape]
+        where = tuple(span.slice for span in spans) if any(span.size < span.total for span in spans) else None
+        return self.source.get(self.prefix + name, tuple(span.total for span in spans), dtype, where)
 
     def number(self, name: str) -> float | None:
         """Return a tensor of one element that the checkpoint may have or not, None if it has none of that name."""
@@ -392,11 +438,11 @@ class WeightReader:
         """Return one tensor of integers, int64."""
         return self.source.get(self.prefix + name, shape, torch.int64).to(self.device)
 
-    def weight(self, modules: Sequence[str], rows: Sequence[int], num_inputs: int) -> Weight:
+    def weight(self, modules: Sequence[str], rows: Sequence[Size], num_inputs: Size) -> Weight:
         """Return the weights of linear layers of the same inputs as one product, one below the other.
 
         Args:
-            modules: Their names, such as `gate_proj` and `up_proj`.
+            modules: Their names, such as `gate_proj` and `up_proj`; one may come several times, with other outputs.
             rows: The outputs of each.
             num_inputs: K.
         """
@@ -417,7 +463,7 @@ class WeightReader:
         return stacked_weights(weights)
 
     def expert_weight(
-        self, prefix: str, num_experts: int, modules: Sequence[str], rows: Sequence[int], num_inputs: int
+        self, prefix: str, num_experts: int, modules: Sequence[str], rows: Sequence[Size], num_inputs: Size
     ) -> Weight:
         """Return the same linear layers of E experts, [E, N, K]; see `weight`.
 
@@ -429,13 +475,7 @@ class WeightReader:
             num_inputs: K.
         """
         if isinstance(self.source, DummyWeights):  # drawing them one by one would take minutes
-            name, shape = f"{self.prefix}{prefix}{'+'.join(modules)}", (num_experts, sum(rows), num_inputs)
-            form = self._quantization
-            if form is not None and self._covers(prefix.format(0) + modules[0]):
-                if any(count % form.block[0] for count in rows[:-1]):  # as stacked weights have it
-                    form = replace(form, block=(1, form.block[1]))
-                return self._dummy(name, shape, form)
-            return Weight(self.source.get(name, shape, self.dtype).to(self.device))
+            return self._dummy_experts(f"{self.prefix}{prefix}", num_experts, modules, rows, _span(num_inputs))
         first = self.below(prefix.format(0)).weight(modules, rows, num_inputs)
         whole = first.mapped(lambda part: part.new_empty(num_experts, *part.shape))
         for expert in range(num_experts):
@@ -444,31 +484,67 @@ class WeightReader:
                 whole = _as_plain(whole, expert, self.dtype)
                 weight = Weight(weight.dequantized(self.dtype))
             if whole.order is None and weight.order is not None:
-                inputs = torch.arange(num_inputs, device=self.device)
-                whole = replace(whole, order=inputs.expand(num_experts, num_inputs).contiguous())
+                inputs = torch.arange(whole.num_inputs, device=self.device)
+                whole = replace(whole, order=inputs.expand(num_experts, whole.num_inputs).contiguous())
             _put(whole, expert, weight)
         return whole
+
+    def _dummy_experts(
+        self, prefix: str, num_experts: int, modules: Sequence[str], rows: Sequence[Size], inputs: Span
+    ) -> Weight:
+        assert isinstance(self.source, DummyWeights)
+        spans = [_span(size) for size in rows]
+        totals, name = [span.total for span in spans], f"{prefix}{'+'.join(modules)}"
+        shape, form = (num_experts, sum(totals), inputs.total), self._quantization
+        if form is not None and form.covers(prefix.format(0) + modules[0]):
+            if any(count % form.block[0] for count in totals[:-1]):  # as stacked weights have it
+                form = replace(form, block=(1, form.block[1]))
+            whole = self._dummy(name, shape, form)
+        else:
+            whole = Weight(self.source.get(name, shape, self.dtype).to(self.device))
+        if all(span.size == span.total for span in (*spans, inputs)):
+            return whole
+        begins = [sum(totals[:index]) + span.start for index, span in enumerate(spans)]
+        return stacked_weights(
+            [
+                self._part_of(whole, slice(begin, begin + span.size), inputs)
+                for begin, span in zip(begins, spans, strict=True)
+            ]
+        )
+
+    def _part_of(self, weight: Weight, outputs: slice, inputs: Span) -> Weight:
+        """Return a part of a weight; of one whose inputs have an order of their own, in the reader's type."""
+        if weight.order is not None and inputs.size < inputs.total:
+            weight = Weight(weight.dequantized(self.dtype))
+        return weight.part(outputs, inputs.slice)
 
     def _covers(self, module: str) -> bool:
         return self._quantization is not None and self._quantization.covers(self.prefix + module)
 
-    def _one(self, module: str, num_outputs: int, num_inputs: int) -> Weight:
+    def _one(self, module: str, num_outputs: Size, num_inputs: Size) -> Weight:
         if self._quantization is None or not self._covers(module):
             return Weight(self.tensor(f"{module}.weight", num_outputs, num_inputs))
-        shape, name = (num_outputs, num_inputs), self.prefix + module
+        outputs, inputs, name = _span(num_outputs), _span(num_inputs), self.prefix + module
+        shape = outputs.total, inputs.total
         if isinstance(self.source, DummyWeights):
-            return self._dummy(name, shape, self._quantization)
-        return StoredWeight(self.source, name, self._quantization, shape, self.dtype, self.device).read()
+            weight = self._dummy(name, shape, self._quantization)
+        else:
+            weight = StoredWeight(self.source, name, self._quantization, shape, self.dtype, self.device).read()
+        is_whole = outputs.size == outputs.total and inputs.size == inputs.total
+        return weight if is_whole else self._part_of(weight, outputs.slice, inputs)
 
     def _dummy(self, name: str, shape: tuple[int, ...], quantization: Quantization) -> Weight:
         assert isinstance(self.source, DummyWeights)
         return self.source.quantized(name, shape, quantization).mapped(lambda part: part.to(self.device))
 
-    def stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
+    def stacked(self, names: Sequence[str], rows: Sequence[Size], *columns: Size) -> torch.Tensor:
         """Return tensors of `[rows[i], *columns]` one below the other: several weights in one product."""
-        stacked = torch.empty(sum(rows), *columns, dtype=self.dtype, device=self.device)
-        for part, name, count in zip(torch.split(stacked, list(rows)), names, rows, strict=True):
-            part.copy_(self.source.get(self.prefix + name, (count, *columns), self.dtype))
+        counts = [_span(size).size for size in rows]
+        stacked = torch.empty(
+            sum(counts), *(_span(size).size for size in columns), dtype=self.dtype, device=self.device
+        )
+        for part, name, size in zip(torch.split(stacked, counts), names, rows, strict=True):
+            part.copy_(self._get(name, (size, *columns), self.dtype))
         return stacked
 
 

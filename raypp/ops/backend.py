@@ -56,8 +56,11 @@ class JoinedProjection(Protocol):
 class Experts(Protocol):
     """The sparse MLP of a layer: norm, router, the products of each token's experts, their weighted sum."""
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the MLP, [T, H]. Shapes: hidden [T, H] contiguous, may be overwritten."""
+    def __call__(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the residual stream after the MLP, [T, H].
+
+        Shapes: hidden, residual [T, H] contiguous, may be overwritten; without a residual `hidden` is it.
+        """
 
 
 class ChosenExperts(Protocol):

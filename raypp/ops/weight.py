@@ -13,6 +13,7 @@ them. The weights of E experts have one more dimension in front. Each kernel set
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -101,6 +102,50 @@ class Weight:
         """Return the weight with each of its tensors changed."""
         scale, zero, order = (None if part is None else change(part) for part in (self.scale, self.zero, self.order))
         return replace(self, data=change(self.data), scale=scale, zero=zero, order=order)
+
+    def part(self, outputs: slice, inputs: slice) -> Weight:
+        """Return some consecutive outputs and inputs. A part that ends within blocks gets smaller ones.
+
+        Inputs in an order of their own cannot be cut.
+        """
+        rows, columns = self.block
+        if self.scale is None:
+            return Weight(self.data[..., outputs, inputs].contiguous())
+        if columns < self.num_inputs and (inputs.start or inputs.stop < self.num_inputs):
+            assert self.order is None, "inputs in an order of their own"
+            return self._with_columns(math.gcd(columns, inputs.start, inputs.stop))._part(outputs, inputs)
+        if outputs.start % rows or (outputs.stop % rows and outputs.stop < self.num_outputs):
+            return by_output(self)._part(outputs, inputs)
+        return self._part(outputs, inputs)
+
+    def _with_columns(self, columns: int) -> Weight:
+        """Return the weight with blocks of fewer inputs, a divisor of what they have."""
+        times, num_blocks = self.block[1] // columns, -(-self.num_inputs // columns)
+        if times == 1:
+            return self
+
+        def spread(by_block: torch.Tensor | None) -> torch.Tensor | None:
+            return None if by_block is None else by_block.repeat_interleave(times, -1)[..., :num_blocks]
+
+        return replace(self, scale=spread(self.scale), zero=spread(self.zero), block=(self.block[0], columns))
+
+    def _part(self, outputs: slice, inputs: slice) -> Weight:
+        rows, columns = self.block
+        if outputs.start % rows or (outputs.stop % rows and outputs.stop < self.num_outputs):
+            return by_output(self)._part(outputs, inputs)
+        in_byte = self.num_inputs // self.data.shape[-1]
+        of_bytes = slice(inputs.start // in_byte, inputs.stop // in_byte)
+        first, last = outputs.start // rows, -(-outputs.stop // rows)
+        is_whole = columns >= self.num_inputs
+        blocks = slice(0, 1) if is_whole else slice(inputs.start // columns, -(-inputs.stop // columns))
+
+        def of_blocks(by_block: torch.Tensor | None) -> torch.Tensor | None:
+            return None if by_block is None else by_block[..., first:last, blocks].contiguous()
+
+        in_bytes = self.data.view(torch.uint8) if self.data.element_size() == 1 else self.data
+        data = in_bytes[..., outputs, of_bytes].contiguous().view(self.data.dtype)
+        block = (rows, inputs.stop - inputs.start if is_whole else columns)
+        return replace(self, data=data, scale=of_blocks(self.scale), zero=of_blocks(self.zero), block=block)
 
     def sorted_outputs(self, order: Sequence[int]) -> Weight:
         """Return the weight with its outputs in another order: output i is the one that was order[i]."""

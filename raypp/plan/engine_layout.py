@@ -16,6 +16,7 @@ from pathlib import Path
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig, as_stored, load_model_config
+from raypp.models.members import of_one_member
 from raypp.models.quantization import ONLINE_FP8, Quantization
 from raypp.models.sizes import kv_bytes_per_token, state_bytes_per_row
 from raypp.plan.encoder_plan import EncoderPlan, plan_encoders
@@ -103,16 +104,19 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     )
     if not config.encoder.num_encoders:
         read = replace(read, vision=None)
+    read = _for_members(config, read)
     config = _for_row_states(config, read)
     described = with_even_routing(config, read)
     stored = described if config.model.load_format == "dummy" else as_stored(described, model_path)
     num_stages = config.parallel.num_stages
     device = _device(config, hardware)
+    if device != "cpu" and read.num_members > 1:
+        raise _lacks_members("stages on GPUs", read.num_members, "device=cpu")
     dtype = _dtype(config, stored, device)
     model = with_weight_form(config, stored, hardware, device=device, dtype=dtype)
     kv_dtype = choose_kv_dtype(config, model, hardware, device=device, dtype=dtype)
     dtype_bytes, kv_dtype_bytes = DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]
-    num_threads = config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages)
+    num_threads = config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages * read.num_members)
     if stored.measured is not None:
         _refuse_for_transformers(config)
     head, head_path = draft_head(config, model, hardware, device=device, dtype=dtype, model_path=model_path)
@@ -205,6 +209,34 @@ def _for_row_states(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             expected="num_state_snapshots of at least 1, or cpu_kv_bytes = 0",
         )
     return config.with_settings(enable_prefix_caching=False)
+
+
+def _for_members(config: EngineConfig, model: ModelConfig) -> ModelConfig:
+    """Return the model as one member of a stage has it.
+
+    Raises:
+        ConfigError: it cannot be cut so, or something is asked for that stages of several members do not have.
+    """
+    count = config.parallel.tensor_parallel_size
+    if count == 1:
+        return model
+    refused = {
+        "drafts by a head": config.speculative.method is not None and config.speculative.uses_head,
+        "images": model.vision is not None,
+    }
+    if what := next((name for name, is_asked in refused.items() if is_asked), None):
+        hint = "num_encoders=0 leaves images out" if what == "images" else 'speculative.method = "ngram"'
+        raise _lacks_members(what, count, hint)
+    return of_one_member(model, count)
+
+
+def _lacks_members(what: str, count: int, hint: str) -> ConfigError:
+    return ConfigError(
+        f"stages of several members do not have {what} yet",
+        got=f"tensor_parallel_size={count}",
+        expected="tensor_parallel_size = 1",
+        hint=hint,
+    )
 
 
 def _refuse_for_transformers(config: EngineConfig) -> None:

@@ -146,12 +146,23 @@ class EnginePlan(EngineLayout):
         """Return where the tokens come from that grammars allow."""
         return VocabularySource(self.model_path, self.model.vocab_size, tuple(sorted(self.model.eos_token_ids)))
 
-    def stage_spec(self, stage_index: int) -> StageSpec:
-        """Return what a stage must be told."""
+    @property
+    def num_members(self) -> int:
+        """Members of each stage."""
+        return self.model.num_members
+
+    def stage_specs(self) -> list[StageSpec]:
+        """Return those of all members of all stages, the members of a stage one after the other."""
+        return [self.stage_spec(stage.stage_index, rank) for stage in self.stages for rank in range(self.num_members)]
+
+    def stage_spec(self, stage_index: int, rank: int = 0) -> StageSpec:
+        """Return what a member of a stage must be told."""
         layout = self.stages[stage_index]
         return StageSpec(
             stage_index=stage_index,
             num_stages=len(self.stages),
+            rank=rank,
+            num_members=self.num_members,
             max_steps_per_cohort=self.max_steps_per_cohort,
             start_layer=layout.start_layer,
             end_layer=layout.end_layer,
@@ -223,6 +234,7 @@ class EnginePlan(EngineLayout):
             "vocab_size": self.model.vocab_size,
             "device": self.device,
             "transport": self.transport,
+            "tensor_parallel_size": self.num_members,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.config.scheduler.max_num_seqs,
             "max_steps_per_cohort": self.max_steps_per_cohort,

@@ -23,6 +23,7 @@ from raypp.stage.stage import Stage
 from raypp.stage.stage_model import StageModel
 from raypp.stage.stage_spec import DraftHeadSpec, StageSpec
 from raypp.tracing import Tracer
+from raypp.transport.members import Members
 from raypp.transport.open import open_stage_links
 from raypp.transport.rendezvous import Rendezvous
 
@@ -48,8 +49,10 @@ def enter_device(device: str) -> None:
         torch.cuda.set_device(device)
 
 
-def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactory | None) -> StageModel:
-    """Return the stage's layers with their weights.
+def build_stage_model(
+    spec: StageSpec, config: ModelConfig, factory: StageFactory | None, members: Members | None = None
+) -> StageModel:
+    """Return the stage's layers with their weights; of a member of a stage, its parts of them.
 
     Raises:
         ModelLoadError: the checkpoint cannot be read.
@@ -75,6 +78,7 @@ def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactor
         kernels=kernels,
         head_support=_head_support(spec),
         path=Path(spec.model_path),
+        members=members,
     )
     source = open_weights(spec.load_format, spec.model_path, spec.seed, device)
     model.load_weights(source)

@@ -24,6 +24,7 @@ from raypp.ops.sample.tables import FREE, PositionMasks, StepMasks
 from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_batch import StepBatch
 from raypp.starting_rows import StartingRows
+from raypp.transport.members import Members
 
 _MAX_LAYOUTS = 64
 _LOOK_AGAIN_S = 0.0002
@@ -45,8 +46,8 @@ class _Layout:
 class GrammarMasks:
     """One place per row. W words of a bit mask, K_max drafts."""
 
-    def __init__(self, spec: StageSpec, device: torch.device) -> None:
-        rows = spec.max_num_seqs
+    def __init__(self, spec: StageSpec, device: torch.device, members: Members | None = None) -> None:
+        rows, self._members = spec.max_num_seqs, members
         self._device = device
         self._shape = (rows, 1 + spec.max_drafts, -(-spec.vocab_size // 32))
         # Of the rows themselves.
@@ -121,13 +122,20 @@ class GrammarMasks:
             mark_body: See `body_mark`.
         """
         layout, plan = self._layout_of(batch), batch.plan
-        rows, is_body_done = layout.rows_np, mark_body()
-        with self._changed:
-            moments = self._await(rows, plan.max_mask_wait_us / 1e6, is_body_done)
-            num_masks = np.minimum(moments[:, MaskMoment.NUM_MASKS], layout.most_masks)
-            num_masks *= moments[:, MaskMoment.START_STEP] == self._start_steps[rows]
-            self._upload(layout, moments[:, MaskMoment.POSITION], num_masks)
-        self._last_steps[rows] = plan.step_id
+
+        def staged() -> torch.Tensor:
+            rows, is_body_done = layout.rows_np, mark_body()
+            with self._changed:
+                moments = self._await(rows, plan.max_mask_wait_us / 1e6, is_body_done)
+                num_masks = np.minimum(moments[:, MaskMoment.NUM_MASKS], layout.most_masks)
+                num_masks *= moments[:, MaskMoment.START_STEP] == self._start_steps[rows]
+                return self._stage(layout, moments[:, MaskMoment.POSITION], num_masks)
+
+        # Which masks came in time depends on a clock: the first member's counts for all.
+        there = staged() if self._members is None else self._members.from_first(staged)
+        self._on_device()[: len(there)].copy_(there, non_blocking=True)
+        self.is_neutral = False
+        self._last_steps[layout.rows_np] = plan.step_id
         num_yielding, num_positions = len(batch.sampled_np), len(batch.logits_rows_np)
         if batch.is_full_graph:  # with padding
             num_yielding, num_positions = batch.size.message[:2]
@@ -150,8 +158,8 @@ class GrammarMasks:
             self._buffer = torch.full((num_words,), FREE, dtype=torch.int32, device=self._device)
         return self._buffer
 
-    def _upload(self, layout: _Layout, positions: Int64s, num_masks: Int64s) -> None:
-        """Queue what is known of a step's rows under a grammar; of all others, that they are free. With the lock."""
+    def _stage(self, layout: _Layout, positions: Int64s, num_masks: Int64s) -> torch.Tensor:
+        """Return what is known of a step's rows under a grammar; of all others, that they are free. With the lock."""
         is_there = layout.columns < num_masks[:, None]
         mask_rows, mask_places = np.repeat(layout.rows_np, num_masks), np.nonzero(is_there)[1]
         width, num_words = self._shape[2], self._header_len + len(mask_rows) * self._shape[2]
@@ -169,8 +177,7 @@ class GrammarMasks:
             # A view of the rows' places: one step of indexing, with no copy in between.
             places = self._bitmasks.reshape(-1, width)
             np.take(places, mask_rows * self._shape[1] + mask_places, axis=0, out=masks, mode="clip")
-        self._on_device()[:num_words].copy_(staged, non_blocking=True)
-        self.is_neutral = False
+        return staged
 
     def make_neutral(self) -> None:
         """Say of all rows that they are free: full graphs look at the buffer in every step."""

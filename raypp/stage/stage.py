@@ -40,6 +40,7 @@ from raypp.stage.step_sizes import StageGraphs, StepPadding, StepSize, StepSizes
 from raypp.starting_rows import StartingRows
 from raypp.tracing import HOST, Tracer, now_ns
 from raypp.transport.edges import StageLinks
+from raypp.transport.members import Members
 
 
 class Stage:
@@ -54,6 +55,7 @@ class Stage:
         schemas: StageSchemas,
         tracer: Tracer,
         graphs: CudaGraphManager | None = None,
+        members: Members | None = None,
     ) -> None:
         """Make a stage, and run its first steps: kernels compile, graphs are captured.
 
@@ -65,10 +67,12 @@ class Stage:
             schemas: Of what travels there.
             tracer: Of this process.
             graphs: Keeps the graphs; None: what the device has.
+            members: Of the stage, if it has several.
         """
         self._model = model
         self._links = links
         self._tracer = tracer
+        self._members = members
         self._device, self._num_rows = torch.device(spec.device), spec.max_num_seqs
         device = self._device
         self._num_ring_entries = spec.num_ring_entries
@@ -142,7 +146,7 @@ class Stage:
         self._results = ResultRing(spec.num_ring_entries, widest_result, device)
         if spec.max_drafts:
             speculation = Speculation(spec, device, tokens, self._model.draft_head, self._block_tables.tables[:1])
-        return StepEnd(tokens, sampler, GrammarMasks(spec, device), speculation, device)
+        return StepEnd(tokens, sampler, GrammarMasks(spec, device, self._members), speculation, device)
 
     def pad_to(self, sizes: StepSizes) -> None:
         """Pad steps to these sizes, which all stages have. Before any step."""
@@ -177,10 +181,14 @@ class Stage:
     def close(self) -> None:
         """Close the links, once what was sent is out."""
         self._links.close()
+        if self._members is not None:
+            self._members.close()
 
     def abort(self) -> None:
-        """End all waits for neighbours, those of the device too. From any thread."""
+        """End all waits for neighbours and other members, those of the device too. From any thread."""
         self._links.abort()
+        if self._members is not None:
+            self._members.abort()
 
     def step(self, plan: StepPlan) -> PendingResult | None:
         """Execute a plan that was announced; return its result on the last stage. Under `torch.inference_mode`.

@@ -44,6 +44,8 @@ class StageSpec:
 
     stage_index: int
     num_stages: int
+    rank: int = 0  # of the member of the stage
+    num_members: int = 1  # of every stage
     max_steps_per_cohort: int  # in flight; there are as many cohorts as stages
     start_layer: int
     end_layer: int  # exclusive

@@ -6,6 +6,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,12 +38,14 @@ from raypp.stage.loop import SteppedStage
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage import Stage
 from raypp.stage.stage_spec import StageSpec
+from raypp.stage.step_result import PendingResult
 from raypp.stage.step_items import ItemStore
 from raypp.stage.step_sizes import StepSizes
 from raypp.tracing import Tracer
 from raypp.transport.edges import OpenEdge
 from raypp.transport.ipc.cuda_device import CudaDevice
-from raypp.transport.open import open_local_links
+from raypp.transport.members import Members
+from raypp.transport.open import open_local_links, open_local_members
 from raypp.types import SamplingParams
 
 
@@ -52,6 +55,13 @@ class LocalPipeline:
     def __init__(self, stages: Sequence[SteppedStage]) -> None:
         self._stages = stages
         self._submitted: list[StepPlan] = []
+
+    @property
+    def items(self) -> ItemStore:
+        """Of the first stage."""
+        first = self._stages[0]
+        assert isinstance(first, Stage), "stages of several members take no images"
+        return first.items
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a plan; `collect` executes it."""
@@ -168,6 +178,8 @@ class InlineGrammars:
         return self._source.load()
 
 
+_MEMBER_DEADLINE_S = 60.0
+
 MakeGraphs = Callable[[StageSpec], CudaGraphManager]
 
 
@@ -188,6 +200,7 @@ def build_local_stages(
     deadline_s: float = 0.0,
     open_edge: OpenEdge | None = None,
     tracers: Sequence[Tracer] | None = None,
+    members: Sequence[Members | None] | None = None,
 ) -> list[LocalStage]:
     """Return the stages of a pipeline, joined by local links.
 
@@ -199,8 +212,10 @@ def build_local_stages(
         deadline_s: See `open_local_links`.
         open_edge: See there.
         tracers: Of the stages; None: nothing is traced.
+        members: Of each stage, the one with the specs' rank; None: stages have one.
     """
-    models = [build_stage_model(spec, config, factory) for spec in specs]
+    of_stages = members or [None] * len(specs)
+    models = [build_stage_model(spec, config, factory, of) for spec, of in zip(specs, of_stages, strict=True)]
     schemas = StageSchemas.of(specs[0], models[0].hidden_size)
     links = open_local_links(
         len(specs),
@@ -211,22 +226,91 @@ def build_local_stages(
         open_edge=open_edge,
     )
     tracers, stages = tracers or [Tracer("local", enabled=False)] * len(specs), []
-    for spec, model, of_stage, tracer in zip(specs, models, links, tracers, strict=True):
+    for spec, model, of_stage, tracer, of in zip(specs, models, links, tracers, of_stages, strict=True):
         kv_caches = allocate_kv_caches(spec, config)
         graphs = None if make_graphs is None else make_graphs(spec)
-        stages.append(LocalStage(Stage(spec, model, kv_caches, of_stage, schemas, tracer, graphs), kv_caches))
+        stages.append(LocalStage(Stage(spec, model, kv_caches, of_stage, schemas, tracer, graphs, of), kv_caches))
     sizes = StepSizes.common([local.stage.graphs.sizes for local in stages])
     for local in stages:
         local.stage.pad_to(sizes)
     return stages
 
 
+def build_members(
+    plan: EnginePlan,
+    factory: StageFactory | None = None,
+    make_graphs: MakeGraphs | None = None,
+    *,
+    member_deadline_s: float = _MEMBER_DEADLINE_S,
+    **others: Any,
+) -> list[list[LocalStage]]:
+    """Return the members of all stages of a plan, by rank and stage, joined by local links.
+
+    Args:
+        plan: Of the engine.
+        factory: See `build_local_stages`.
+        make_graphs: See there.
+        member_deadline_s: How long a member waits for the others of its stage.
+        **others: See there.
+    """
+    num_stages, count = len(plan.stages), plan.num_members
+    groups = [open_local_members(count, member_deadline_s) for _ in range(num_stages)] if count > 1 else []
+    return [
+        build_local_stages(
+            [plan.stage_spec(index, rank) for index in range(num_stages)],
+            plan.model,
+            factory,
+            make_graphs,
+            members=[group[rank] for group in groups] or None,
+            **others,
+        )
+        for rank in range(count)
+    ]
+
+
+class MemberThreads:
+    """The members of a stage, each in a thread of its own. A `SteppedStage`."""
+
+    def __init__(self, members: Sequence[Stage]) -> None:
+        self._members = members
+        self._threads = ThreadPoolExecutor(len(members), "member")
+
+    def bind_thread(self) -> None:
+        """Do nothing: the members' threads are there already, and on a CPU."""
+
+    def announce(self, plan: StepPlan) -> None:
+        """Say so to all."""
+        for member in self._members:
+            member.announce(plan)
+
+    def take_masks(self, update: MaskUpdate) -> None:
+        """Hand them to the first, which decides for all."""
+        self._members[0].take_masks(update)
+
+    def step(self, plan: StepPlan) -> PendingResult | None:
+        """Step all; return the first one's result."""
+
+        def step(member: Stage) -> PendingResult | None:
+            try:
+                with torch.inference_mode():
+                    return member.step(plan)
+            except BaseException:
+                member.abort()
+                raise
+
+        return list(self._threads.map(step, self._members))[0]
+
+    def catch_up(self) -> bool:
+        """Return whether all have."""
+        return all([member.catch_up() for member in self._members])
+
+
 def build_local_pipeline(
     plan: EnginePlan, factory: StageFactory | None = None, make_graphs: MakeGraphs | None = None
 ) -> LocalPipeline:
     """Return all stages of a plan, joined by local links; see `build_local_stages`."""
-    specs = [plan.stage_spec(index) for index in range(len(plan.stages))]
-    return LocalPipeline([local.stage for local in build_local_stages(specs, plan.model, factory, make_graphs)])
+    by_rank = [[local.stage for local in column] for column in build_members(plan, factory, make_graphs)]
+    return LocalPipeline(by_rank[0] if len(by_rank) == 1 else [MemberThreads(each) for each in zip(*by_rank)])
 
 
 class LocalEngine:
@@ -251,11 +335,10 @@ class LocalEngine:
         self.scheduler = Scheduler(plan.scheduler_limits(), plan.draft_policy(), plan.step_predictor())
         encoder: LocalEncoder | None = None
         if pipeline is None:
-            specs = [plan.stage_spec(index) for index in range(len(plan.stages))]
-            stages = [local.stage for local in build_local_stages(specs, plan.model, factory)]
-            pipeline = LocalPipeline(stages)
+            local = build_local_pipeline(plan, factory)
+            pipeline = local
             if plan.encoders.num_encoders and factory is None:
-                encoder = LocalEncoder(plan, stages[0].items)
+                encoder = LocalEncoder(plan, local.items)
         backend = InlineGrammars(plan.vocabulary_source(), lateness=mask_lateness)
         grammars = Grammars(backend, math.inf, pipeline.send_masks)
         self._engine = Engine(self.scheduler, pipeline, Tracer("local", enabled=False), encoder, grammars)

@@ -21,6 +21,7 @@ from raypp.errors import ConfigError
 from raypp.transport.edges import Edge, EdgeEnds, OpenEdge, StageLinks, edges_at, links_in_one_process, pipeline_edges
 from raypp.transport.host.gloo import GlooConnection, GlooDevice
 from raypp.transport.host.local import LocalReceiver, LocalSender, open_local_edge
+from raypp.transport.host.members import GlooMembers, thread_members
 from raypp.transport.host.ring import Connection, RingReceiver, RingSender
 from raypp.transport.ipc.cuda_device import CudaDevice
 from raypp.transport.ipc.region import IpcRegion
@@ -32,6 +33,7 @@ from raypp.transport.schema import MessageSpec, check_schemas
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
+open_local_members = thread_members
 
 
 def open_stage_links(
@@ -46,10 +48,12 @@ def open_stage_links(
     open_timeout_s: float = 600.0,
     deadline_s: float = 60.0,
     device: torch.device = _CPU,
+    rank: int = 0,
+    num_members: int = 1,
 ) -> StageLinks:
-    """Open the links of one stage; returns when its neighbours have opened theirs.
+    """Open the links of one member of a stage to those with its rank; returns when these have opened theirs.
 
-    On the first stage it returns only when all stages are done, so that the rendezvous may be closed then.
+    On the first stage's first member it returns only when all are done, so that the rendezvous may be closed then.
 
     Args:
         kind: What the configuration asks for; see `link_choice.py`. `local` takes one stage, the others any number;
@@ -63,6 +67,8 @@ def open_stage_links(
         open_timeout_s: How long the stages may take to meet.
         deadline_s: How long a wait on a link may take. The links between GPUs never wait on the host.
         device: Where the stage's tensors are, and so the slots. A CUDA device is the calling thread's current one.
+        rank: Of the member.
+        num_members: Of each stage.
 
     Raises:
         ConfigError: two stages disagree about the messages between them, or the kind cannot join this many stages.
@@ -80,7 +86,7 @@ def open_stage_links(
 
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    meeting = Meeting(rendezvous, open_timeout_s)
+    meeting = Meeting(rendezvous, open_timeout_s, f"rank {rank}/")
     edges = pipeline_edges(num_stages, [spec.slot_bytes for spec in forward], feedback.slot_bytes)
     _agree(meeting, stage_index, edges, forward, feedback)
     kinds = _resolve(meeting, kind, stage_index, edges, StagePlace.here(device))
@@ -92,9 +98,46 @@ def open_stage_links(
             ends.update(opener.open(each, [edge for edge in edges if kinds[edge.name] == each], opened))
         meeting.tell(f"opened/{stage_index}", "")
         if stage_index == 0:
-            meeting.await_all((f"opened/{index}", index) for index in range(num_stages))
+            others = range(num_members) if rank == 0 else (rank,)
+            for of_rank in (Meeting(rendezvous, meeting.remaining_s, f"rank {other}/") for other in others):
+                of_rank.await_all((f"opened/{index}", index) for index in range(num_stages))
         opened.pop_all()
     return StageLinks.of(stage_index, ends)
+
+
+def open_members(
+    members: GlooMembers,
+    stage_index: int,
+    rendezvous: Rendezvous,
+    *,
+    own_host: str,
+    open_timeout_s: float,
+    deadline_s: float,
+) -> None:
+    """Have the members of a stage meet; the first one returns when all have.
+
+    Args:
+        members: This process's.
+        stage_index: Theirs.
+        rendezvous: The address that `RendezvousServer` has on the first stage.
+        own_host: An address of this node.
+        open_timeout_s: How long they may take to meet.
+        deadline_s: How long an operation of theirs may take.
+
+    Raises:
+        DeadlineError: one did not come.
+    """
+    meeting = Meeting(rendezvous, open_timeout_s, f"members of {stage_index}/")
+    timeouts = {"open_timeout_s": meeting.remaining_s, "deadline_s": deadline_s}
+    members.open(GlooDevice(own_host), meeting.store, **timeouts)
+    meeting.tell(f"opened/{members.rank}", "")
+    if members.rank == 0:
+        meeting.await_all((f"opened/{rank}", stage_index) for rank in range(members.count))
+
+
+def make_members(stage_index: int, rank: int, count: int) -> GlooMembers | None:
+    """Return the members of a stage as one of them sees them, for `open_members`; None where there is one."""
+    return GlooMembers(stage_index, rank, count) if count > 1 else None
 
 
 def open_local_links(

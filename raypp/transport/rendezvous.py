@@ -61,18 +61,19 @@ class Meeting:
     Args:
         rendezvous: The store's address.
         timeout_s: How long the stages may take to meet, counted from now.
+        prefix: Of keys, for those who meet apart from others.
 
     Raises:
         DeadlineError: nothing listens there.
     """
 
-    def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        from torch._C._distributed_c10d import TCPStore
+    def __init__(self, rendezvous: Rendezvous, timeout_s: float, prefix: str = "") -> None:
+        from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
         self.rendezvous = rendezvous
         self._ends = time.monotonic() + timeout_s
         try:
-            self.store = TCPStore(
+            whole = TCPStore(
                 rendezvous.host,
                 rendezvous.port,
                 is_master=False,
@@ -83,6 +84,7 @@ class Meeting:
             raise DeadlineError(
                 "the first stage's rendezvous cannot be reached", got=str(error), expected=rendezvous
             ) from error
+        self.store: Store = PrefixStore(prefix, whole) if prefix else whole
 
     @property
     def remaining_s(self) -> float:

@@ -251,11 +251,11 @@ class TorchExperts:
         self._products = products
         self._routing = routing
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the MLP, [T, H]. Shapes: hidden [T, H], left as it is."""
+    def __call__(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """See `raypp.ops.backend.Experts`. Both are left as they are."""
         normed = self._norm(hidden)
         experts, weights = choose_experts(F.linear(normed, self._router), self._routing)
-        return self._products(normed, experts, weights).add_(hidden)
+        return self._products(normed, experts, weights).add_(hidden if residual is None else residual)
 
 
 class TorchChosenExperts:

@@ -250,20 +250,21 @@ class CudaExperts:
         self._device = device
         self._workspace = workspace
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the MLP, [T, H]. Shapes: hidden [T, H] contiguous, may be overwritten."""
-        return self.run(hidden, self.cut(len(hidden)))
+    def __call__(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the residual stream after the MLP, [T, H]; see `raypp.ops.backend.Experts`."""
+        return self.run(hidden, self.cut(len(hidden)), residual)
 
     def cut(self, num_tokens: int) -> ExpertCut:
         """Return how so many tokens are cut."""
         return self.products.cut(num_tokens, self._routing.num_chosen)
 
-    def run(self, hidden: torch.Tensor, cut: ExpertCut) -> torch.Tensor:
+    def run(self, hidden: torch.Tensor, cut: ExpertCut, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Do it with a cut of the caller's choice."""
+        residual = hidden if residual is None else residual
         if not len(hidden):
-            return hidden
+            return residual
         routed = route(hidden, self._router, self._norm[1], self._routing, self._device, self._workspace)
-        return self.products.run(hidden, self._norm, routed, hidden, cut)
+        return self.products.run(hidden, self._norm, routed, residual, cut)
 
 
 class CudaChosenExperts:

@@ -35,14 +35,14 @@ class GlooDevice:
     def __init__(self, host: str) -> None:
         self._device = ProcessGroupGloo.create_device(hostname=host)
 
-    def connect(self, store: Store, rank: int, timeout_s: float) -> Any:
-        """Meet the other rank over `store` and return the group of the two. Waits for the other."""
+    def connect(self, store: Store, rank: int, timeout_s: float, count: int = 2) -> Any:
+        """Meet the other ranks over `store` and return the group of them. Waits for the others."""
         group: Any = ProcessGroupGloo  # its type declarations lack the options and point-to-point messages
         options = group._Options()
         options._devices = [self._device]
-        options._threads = 1  # for collectives, which are not used
+        options._threads = 1  # for collectives
         options._timeout = timedelta(seconds=timeout_s)
-        return group(store, rank, 2, options)
+        return group(store, rank, count, options)
 
 
 class GlooConnection:

@@ -1,0 +1,80 @@
+"""The operations of a stage that has several members: each has a part of the weights, and its results are summed.
+
+    inputs are whole      norm_linear, norm_gated_linear        outputs are the member's part
+    inputs are a part     add_linear, experts                   sum over the members, then the residual
+    the LM head           logits of the member's tokens         all members' side by side
+
+Everything else is by head, or alike on all members, and is that of the device's kernel set.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from raypp.ops.backend import AddedProjection, Experts, KernelSet, LMHead, Routing
+from raypp.ops.weight import Weight
+from raypp.transport.members import Members
+
+
+def with_members(kernels: KernelSet, members: Members | None, vocab_size: int) -> KernelSet:
+    """Return the kernel set of a member.
+
+    Args:
+        kernels: Of the device.
+        members: Of the stage; None: it has one, and the set is returned as it is.
+        vocab_size: Of the model: the LM head's last part may be padded.
+    """
+    return kernels if members is None else cast(KernelSet, _MemberKernels(kernels, members, vocab_size))
+
+
+class _MemberKernels:
+    def __init__(self, kernels: KernelSet, members: Members, vocab_size: int) -> None:
+        self._kernels = kernels
+        self._members = members
+        self._vocab_size = vocab_size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+    def add_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> AddedProjection:
+        """Return (x, residual) -> residual + the sum of x W^T + b over the members, b once."""
+        linear = self._kernels.linear(weight, bias if self._members.rank == 0 else None)
+        sum_ = self._members.sum_
+        return lambda x, residual: sum_(linear(x)).add_(residual)
+
+    def experts(
+        self,
+        norm_weight: torch.Tensor,
+        eps: float,
+        router: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
+        routing: Routing,
+    ) -> Experts:
+        experts = self._kernels.experts(norm_weight, eps, router, gate_up, down, routing)
+        sum_ = self._members.sum_
+
+        def summed(hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+            of_member = sum_(experts(hidden, torch.zeros_like(hidden)))
+            return of_member.add_(hidden if residual is None else residual)
+
+        return summed
+
+    def lm_head(
+        self,
+        weight: Weight,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        *,
+        is_shared: bool = False,
+    ) -> LMHead:
+        of_part = self._kernels.lm_head(weight, norm_weight, eps, is_shared=is_shared)
+        joined, vocab_size = self._members.joined, self._vocab_size
+
+        def logits(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+            whole = joined(of_part(x))[:, :vocab_size]
+            return whole.contiguous() if out is None else out.copy_(whole)
+
+        return logits

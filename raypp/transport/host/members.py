@@ -1,0 +1,180 @@
+"""The members of a stage on CPUs: as processes, over gloo, or as threads of one process, for tests.
+
+See `raypp.transport.members.Members`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store, Work  # torch.distributed has them without types
+
+from raypp.errors import DeadlineError, EngineDeadError, RayppError, StageDiedError
+from raypp.transport.host.gloo import GlooDevice
+from raypp.transport.members import in_order
+
+logger = logging.getLogger(__name__)
+_NEVER_SENT = 1 << 20  # a tag
+
+
+class _Table:
+    """Where the threads meet: a place for each one's tensor."""
+
+    def __init__(self, count: int, deadline_s: float) -> None:
+        self.places: list[torch.Tensor | None] = [None] * count
+        self.barrier = threading.Barrier(count, timeout=deadline_s)
+        self.is_aborted = False
+        self.deadline_s = deadline_s
+
+    def meet(self) -> None:
+        try:
+            self.barrier.wait()
+        except threading.BrokenBarrierError:
+            if self.is_aborted:
+                raise EngineDeadError("the stage's members were aborted while one waited for the others") from None
+            raise DeadlineError(
+                "a member of the stage did not come", got=f"nothing within {self.deadline_s:g} s"
+            ) from None
+
+
+class ThreadMembers:
+    """One thread's."""
+
+    def __init__(self, table: _Table, rank: int) -> None:
+        self._table = table
+        self.rank = rank
+        self.count = len(table.places)
+
+    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(self._with_all(x, in_order))
+
+    def joined(self, x: torch.Tensor) -> torch.Tensor:
+        return self._with_all(x, lambda parts: torch.cat(parts, 1))
+
+    def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return self._with_all(make() if self.rank == 0 else None, lambda parts: parts[0].clone())
+
+    def abort(self) -> None:
+        self._table.is_aborted = True
+        self._table.barrier.abort()
+
+    def close(self) -> None:
+        """Do nothing: nothing is held."""
+
+    def _with_all(
+        self, own: torch.Tensor | None, compute: Callable[[list[torch.Tensor]], torch.Tensor]
+    ) -> torch.Tensor:
+        table = self._table
+        table.places[self.rank] = own
+        table.meet()
+        result = compute([part for part in table.places if part is not None])
+        table.meet()  # before anyone changes what others read
+        return result
+
+
+def thread_members(count: int, deadline_s: float) -> list[ThreadMembers]:
+    """Return the members of a stage, by rank; each is one thread's."""
+    table = _Table(count, deadline_s)
+    return [ThreadMembers(table, rank) for rank in range(count)]
+
+
+class GlooMembers:
+    """One process's. It is made before the members meet, and they may meet again: weights refer to it.
+
+    Args:
+        stage_index: Theirs.
+        rank: This process's.
+        count: Of the members.
+    """
+
+    def __init__(self, stage_index: int, rank: int, count: int) -> None:
+        self.rank, self.count = rank, count
+        self._stage_index = stage_index
+        self._group: Any = None
+        self._deadline_s = 0.0
+        self._aborted = threading.Event()
+
+    def open(self, device: GlooDevice, store: Store, *, open_timeout_s: float, deadline_s: float) -> None:
+        """Meet the other members, and wait for them.
+
+        Args:
+            device: This process's.
+            store: One that only these members share.
+            open_timeout_s: How long the others may take to come.
+            deadline_s: How long an operation may take.
+
+        Raises:
+            DeadlineError: one did not come.
+        """
+        self._deadline_s = deadline_s
+        self._aborted.clear()
+        try:
+            self._group = device.connect(store, self.rank, open_timeout_s, self.count)
+        except RuntimeError as error:
+            raise DeadlineError(
+                f"the members of stage {self._stage_index} did not meet",
+                got=str(error),
+                expected=f"a connection of all {self.count} within {open_timeout_s} s",
+                hint="they run on one node, and reach each other over TCP",
+            ) from error
+
+    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(in_order(self._gathered(x)))
+
+    def joined(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._gathered(x), 1)
+
+    def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        made = make() if self.rank == 0 else None
+        size = torch.tensor([0 if made is None else len(made)])
+        self._wait(lambda group: group.broadcast(size, 0))
+        found = torch.empty(int(size), dtype=torch.int32) if made is None else made
+        self._wait(lambda group: group.broadcast(found, 0))
+        return found
+
+    def abort(self) -> None:
+        self._aborted.set()
+        group = self._group
+        if group is None:
+            return
+        try:  # as an edge over gloo does: a wait that runs out closes all connections
+            peer = (self.rank + 1) % self.count
+            group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            logger.debug("the members of stage %d aborted", self._stage_index)
+
+    def close(self) -> None:
+        self._group = None
+
+    def _gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(x) for _ in range(self.count)]
+        self._wait(lambda group: group.allgather([parts], [x.contiguous()]))
+        return parts
+
+    def _wait(self, begin: Callable[[Any], Work]) -> None:
+        group, started = self._group, time.monotonic()
+        if group is None or self._aborted.is_set():
+            raise EngineDeadError(f"the members of stage {self._stage_index} were aborted")
+        try:
+            begin(group).wait(timedelta(seconds=self._deadline_s))
+        except RuntimeError as error:
+            raise self._failure(time.monotonic() - started, error) from error
+
+    def _failure(self, waited_s: float, error: RuntimeError) -> RayppError:
+        if self._aborted.is_set():
+            return EngineDeadError(f"the members of stage {self._stage_index} were aborted")
+        if waited_s >= self._deadline_s:
+            return DeadlineError(
+                f"a member of stage {self._stage_index} did not answer the others",
+                got=f"nothing within {waited_s:.1f} s",
+                hint="it is frozen, or its steps take longer than faults.step_timeout_s",
+            )
+        return StageDiedError(
+            f"a member of stage {self._stage_index} is gone", stage_index=self._stage_index, got=str(error)
+        )
