@@ -14,6 +14,7 @@ linear layer's output is seen in a step of a few tokens: where each tensor begin
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import sys
 import traceback
@@ -32,7 +33,7 @@ from raypp.models.attention_config import AttentionConfig
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Rotation
 from raypp.ops.backend import SILU, Attention, ExpertWeights, Gate, KernelSet, Projection
 from raypp.ops.kv_cache import LayerCache
-from raypp.ops.row_state import LayerMemory
+from raypp.ops.row_state import LayerMemory, ModulesMemory
 from raypp.ops.weight import Weight, stacked_weights
 
 _LOG = logging.getLogger(__name__)
@@ -71,13 +72,24 @@ class Step:
 
     batch: AttentionBatch
     caches: Sequence[LayerMemory]
+    _spans: list[list[int]] | None
     positions: torch.Tensor
     rotations: dict[int, tuple[object, Rotation]]
     """For the kernels, by the identity of what they were made of: transformers' cosines, or frequencies of 0."""
 
     def begin(self, positions: torch.Tensor, batch: AttentionBatch, caches: Sequence[LayerMemory]) -> None:
         """Set it for all layers. Shapes: positions [T] int64."""
-        self.positions, self.batch, self.caches, self.rotations = positions, batch, caches, {}
+        self.positions, self.batch, self.caches, self.rotations, self._spans = positions, batch, caches, {}, None
+
+    @property
+    def spans(self) -> list[list[int]]:
+        """Of each row: itself, its first position, its tokens, and where its checkpoint stands before and after."""
+        if self._spans is None:
+            spans = self.batch.spans
+            assert spans is not None, "the step says nothing of its rows"
+            of_rows = (spans.rows, spans.starts, spans.query_start_loc.diff(), spans.held, spans.kept)
+            self._spans = torch.stack([each.long() for each in of_rows], 1).tolist()
+        return self._spans
 
     def rotation(self, source: object, make: Callable[[], Rotation]) -> Rotation:
         """Return the rotation made of `source`, once per step."""
@@ -112,6 +124,13 @@ class _Trial:
 
 
 _trial: _Trial | None = None
+
+
+def is_tried() -> bool:
+    """Return whether a step runs that shows what layers do: it is of no rows."""
+    return _trial is not None
+
+
 _rotating: LayerAttention | None = None
 """The attention that rotates the queries and keys that the layer would rotate next."""
 
@@ -158,7 +177,8 @@ class LayerAttention:
             qkv = torch.cat([each[0].transpose(0, 1).flatten(1) for each in (query, key, value)], -1)
         out = None if step.batch.padded_out is None else step.batch.padded_out[config.output_size]
         rope = step.rotation(self._unrotated if rotation is None else rotation[0], partial(self._rope, rotation))
-        cache = step.caches[self._place]
+        memory = step.caches[self._place]
+        cache = memory.cache if isinstance(memory, ModulesMemory) else memory
         assert isinstance(cache, LayerCache)
         attended = self._attention(qkv, rope, cache, step.batch, out)
         return attended.view(1, num_tokens, config.num_heads, config.v_dim)
@@ -441,6 +461,8 @@ def _replace_norms(
         weight = parameters.get("weight")
         eps = next((value for each in _EPS if isinstance(value := getattr(module, each, None), float)), None)
         if eps is None or weight is None or weight.ndim != 1 or len(parameters) > 1 or any(module.children()):
+            continue
+        if len(inspect.signature(module.forward).parameters) > 1:  # of a gate, too
             continue
         kind = (type(module), eps)
         if kind not in offsets:

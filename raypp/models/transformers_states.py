@@ -1,0 +1,263 @@
+"""Modules of transformers that keep a state of a row: mamba, delta nets, short convolutions.
+
+Such a module reads and writes a layer of transformers' cache: the inputs of its convolution, its recurrent state. It
+runs as it is, row by row, with a cache of its own for each run:
+
+    checkpoint of the row ---> module over inputs up to where the checkpoint will stand ---> new checkpoint
+                                 module over the inputs behind it, the step's last ---> outputs of the step
+
+Inputs of tokens before the step come from a ring, by position; see `raypp.ops.row_state`. So a position that is
+computed again overwrites its own input, and nothing else.
+
+Which modules these are, and what they keep, `states_of` finds: it runs the model with a cache on the meta device.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from raypp.errors import ModelLoadError
+from raypp.models.transformers_layers import Step, is_tried
+from raypp.ops.row_state import ModuleMemory, ModulesMemory
+from raypp.ops.state_sizes import ModuleState, StateTensor
+
+CACHES = ("cache_params", "past_key_values")
+_CONV, _RECURRENT = "conv_states", "recurrent_states"
+"""Fields of a layer of transformers' cache."""
+_NUM_TOKENS = 3
+
+
+class RowModule:
+    """A module with a state, in the place of its `forward`: the rows of a step one by one.
+
+    Args:
+        module: As transformers has it.
+        config: The model's.
+        shape: What it keeps.
+        step: Of the stage.
+        place: Of its layer among the stage's.
+        index: Of it in its layer.
+    """
+
+    def __init__(self, module: nn.Module, config: Any, shape: ModuleState, step: Step, place: int, index: int) -> None:
+        self._module = _Module(module, config, shape.tensors)
+        self._takes_several = shape.takes_several
+        self._step = step
+        self._place = place
+        self._index = index
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns of a step's tokens, [1, T, ...]."""
+        if is_tried():
+            return self._module.forward(*args, **kwargs)
+        x, call = self._module.called(args, kwargs)
+        layer = self._step.caches[self._place]
+        assert isinstance(layer, ModulesMemory)
+        memory, outputs, begin = layer.modules[self._index], list[torch.Tensor](), 0
+        for row, start, num_new, held, kept in self._step.spans:
+            new = x[0, begin : begin + num_new]
+            outputs.append(self._row(call, memory, new, row, start, held, kept))
+            begin += num_new
+        assert begin == x.shape[1], "the step says nothing of some of its tokens"
+        return torch.cat(outputs, 1)
+
+    def _row(
+        self, call: _Call, memory: ModuleMemory, new: torch.Tensor, row: int, start: int, held: int, kept: int
+    ) -> torch.Tensor:
+        """Return the outputs of a row's tokens, [1, n, ...], and leave its checkpoint at `kept`. Shapes: new [n, W]."""
+        ring, num_ring, end = memory.inputs[row], memory.inputs.shape[1], start + len(new)
+        assert held <= start, "a position before the checkpoint is computed"
+        before = torch.arange(held, start, device=new.device) % num_ring
+        x = torch.cat((ring.index_select(0, before), new)).unsqueeze(0)
+        states = [tensor[row : row + 1].clone() for tensor in memory.tensors] if held else None
+        first = kept - held  # tokens up to where the checkpoint will stand
+        outputs = []
+        if first > 0:
+            y, states = self._run(call, x[:, :first], states)
+            for tensor, state in zip(memory.tensors, states, strict=True):
+                tensor[row] = state[0]
+            outputs.append(y)
+        y, _ = self._run(call, x[:, first:], states)
+        outputs.append(y)
+        written = torch.arange(max(kept, start), end, device=new.device)
+        ring.index_copy_(0, written % num_ring, new[len(new) - len(written) :])
+        return torch.cat(outputs, 1)[:, -len(new) :]
+
+    def _run(
+        self, call: _Call, x: torch.Tensor, states: Sequence[torch.Tensor] | None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the outputs of tokens that follow a state, None: the beginning, and the state after them."""
+        cache = self._module.cache(states)
+        several = states is None or self._takes_several
+        outputs = [call(part, cache) for part in ([x] if several else x.split(1, 1))]
+        return torch.cat(outputs, 1), self._module.states(cache)
+
+
+_Call = Callable[[torch.Tensor, Cache], torch.Tensor]
+
+
+class _Module:
+    """A module as transformers has it, with a layer of transformers' cache of its own."""
+
+    def __init__(self, module: nn.Module, config: Any, tensors: Sequence[StateTensor]) -> None:
+        self.forward: Callable[..., Any] = module.forward
+        self._name = type(module).__name__
+        self._tensors = tensors
+        self._num_layers = config.num_hidden_layers
+        self._num_states = getattr(config, "number_of_conv_states", 1)
+        self._signature = inspect.signature(module.forward)
+        names = list(self._signature.parameters)
+        kinds = {each.kind: name for name, each in self._signature.parameters.items()}
+        self._input, self._options = names[0], kinds.get(inspect.Parameter.VAR_KEYWORD, "")
+        self._cache = next((name for name in CACHES if name in names), None)
+
+    def called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, _Call]:
+        """Return the input of a call, [1, T, W], and what calls the module likewise with another input and a cache."""
+        given = self._signature.bind(*args, **kwargs).arguments
+        x, more = given.pop(self._input), given.pop(self._options, {})
+        if not isinstance(x, torch.Tensor) or self._cache is None:
+            raise ModelLoadError(
+                "a module with a state takes its input or its cache in a way that raypp does not know",
+                got=f"{self._name}({', '.join(self._signature.parameters)})",
+                expected=f"hidden states first, and one of {', '.join(CACHES)}",
+            )
+        if others := [name for name, value in (given | more).items() if _has_tensors(value)]:
+            raise ModelLoadError(
+                "a module with a state takes more of a token than its hidden state",
+                got=f"{self._name} with {', '.join(others)}",
+                expected="hidden states alone: those of tokens before the step are kept",
+            )
+        return x, partial(self._call, given | more)
+
+    def _call(self, others: Mapping[str, Any], x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        assert self._cache is not None
+        y = self.forward(**{**others, self._input: x, self._cache: cache})
+        first: torch.Tensor = y[0] if isinstance(y, tuple) else y
+        return first
+
+    def cache(self, states: Sequence[torch.Tensor] | None) -> Cache:
+        """Return a cache that holds a row's state; None: that holds nothing. Modules change it in place."""
+        layer = LinearAttentionLayer(self._num_states)
+        for of_module, state in zip(self._tensors, states or (), strict=states is not None):
+            index = of_module.index
+            getattr(layer, of_module.kind)[index] = state
+            getattr(layer, f"is_{of_module.kind}_initialized")[index] = True
+            layer.has_previous_state[index] = True
+            layer.device, layer.dtype = state.device, state.dtype
+            if of_module.kind == _CONV:
+                layer.conv_kernel_size[index] = state.shape[-1]
+        return Cache(layers=[layer] * self._num_layers)
+
+    def states(self, cache: Cache) -> list[torch.Tensor]:
+        """Return a row's state in a cache, [1, ...] each."""
+        return [getattr(cache.layers[0], each.kind)[each.index] for each in self._tensors]
+
+
+def _has_tensors(value: object) -> bool:
+    return isinstance(value, torch.Tensor) or (isinstance(value, (tuple, list)) and any(map(_has_tensors, value)))
+
+
+def has_states(config: Any) -> bool:
+    """Return whether transformers' cache for a model has layers with states."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
+
+
+def states_of(
+    layers: Iterable[nn.Module], config: Any, run: Callable[[Cache], object]
+) -> list[tuple[ModuleState, ...]]:
+    """Return what the modules of each layer keep of a row.
+
+    Args:
+        layers: Of the model, on the meta device, in 16 bits: what they keep in 32 is of that type always.
+        config: The model's.
+        run: Runs the model with a cache.
+
+    Raises:
+        ModelLoadError: a module uses its state in a way that raypp does not have.
+    """
+    cache = DynamicCache(config=config)
+    written: dict[nn.Module, dict[tuple[str, int], Any]] = defaultdict(dict)  # and the layer of the cache
+    calls: dict[nn.Module, list[tuple[Any, Any]]] = defaultdict(list)
+    with _watched(layers, calls) as running:
+        for of_layer in cache.layers:
+            if isinstance(of_layer, LinearAttentionCacheLayerMixin):
+                for kind, name in ((_CONV, "update_conv_state"), (_RECURRENT, "update_recurrent_state")):
+                    _watch_update(of_layer, kind, name, running, written)
+        run(cache)
+    found = []
+    for layer in layers:
+        own = [(name, module) for name, module in layer.named_modules() if module in written]
+        found.append(tuple(_state_of(name, module, config, written[module], calls[module]) for name, module in own))
+    return found
+
+
+def _state_of(
+    name: str,
+    module: nn.Module,
+    config: Any,
+    written: Mapping[tuple[str, int], Any],
+    calls: Sequence[tuple[Any, Any]],
+) -> ModuleState:
+    if len(calls) != 1:
+        raise ModelLoadError("a module with a state is called more than once", got=f"{name}, {len(calls)} times")
+    states = {place: getattr(of_layer, place[0])[place[1]] for place, of_layer in written.items()}
+    tensors = tuple(
+        StateTensor(kind, index, tuple(state.shape[1:]), "" if state.dtype == torch.bfloat16 else "float32")
+        for (kind, index), state in states.items()
+    )
+    called = _Module(module, config, tensors)
+    x, call = called.called(*calls[0])
+    takes_several = all(_reads(call, called, x, list(states.values()), index) for index in range(len(tensors)))
+    return ModuleState(name, x.shape[-1], tensors, takes_several)
+
+
+def _reads(call: _Call, module: _Module, x: torch.Tensor, states: Sequence[torch.Tensor], index: int) -> bool:
+    """Return whether outputs of several tokens depend on one tensor of the state before them."""
+    with torch.enable_grad():
+        before = [torch.zeros_like(state) for state in states]
+        before[index] = before[index].requires_grad_().clone()
+        return call(x.new_zeros(1, _NUM_TOKENS, x.shape[-1]), module.cache(before)).requires_grad
+
+
+@contextmanager
+def _watched(layers: Iterable[nn.Module], calls: dict[nn.Module, list[tuple[Any, Any]]]) -> Iterator[list[nn.Module]]:
+    """Yield the modules that run, the innermost last; `calls` gets the arguments of each."""
+    running: list[nn.Module] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        running.append(module)
+        calls[module].append((args, kwargs))
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    hooks = []
+    for module in dict.fromkeys(module for layer in layers for module in layer.modules()):
+        hooks += [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
+    try:
+        yield running
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _watch_update(
+    layer: Any, kind: str, name: str, running: Sequence[nn.Module], written: dict[nn.Module, dict[tuple[str, int], Any]]
+) -> None:
+    """Have a layer of the cache note which module writes what."""
+    update = getattr(layer, name)
+
+    def watched(states: torch.Tensor, state_idx: int = 0, **options: Any) -> Any:
+        written[running[-1]][kind, state_idx] = layer
+        return update(states, state_idx, **options)
+
+    setattr(layer, name, watched)
