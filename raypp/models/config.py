@@ -129,8 +129,11 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The windows that layers have, the widest first: layers with the same one keep the same tokens: a group."""
-        found = {each.window for each in self.attending}
+        """The windows that layers have, the widest first: layers with the same one keep the same tokens: a group.
+
+        Where no layer attends, one group all the same: its blocks take no memory.
+        """
+        found = {each.window for each in self.attending} or {None}
         widest = [None] if None in found else []
         return (*widest, *sorted((window for window in found if window is not None), reverse=True))
 

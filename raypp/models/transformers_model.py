@@ -19,6 +19,7 @@ import inspect
 import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
 from typing import Any, cast
@@ -179,6 +180,13 @@ class _Elsewhere(_InPlaceOf):
         return left if self._num_outputs is None else (left, *[None] * (self._num_outputs - 1))
 
 
+@dataclass
+class _Decoded(MoeModelOutputWithPast):  # type: ignore[misc]
+    """What any decoder returns."""
+
+    cache_params: Any = None
+
+
 class _Given(_InPlaceOf):
     """Stands where the decoder is while logits are computed: returns the hidden states of the rows."""
 
@@ -186,15 +194,16 @@ class _Given(_InPlaceOf):
         super().__init__(decoder)
         self.hidden: torch.Tensor | None = None
 
-    def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+    def forward(self, *_: Any, **__: Any) -> _Decoded:
+        return _Decoded(last_hidden_state=self.hidden)
 
 
 class _Head(nn.Module):
     """The LM head by the kernel set, [1, N, H] to float32 [1, N, V]."""
 
-    def __init__(self, head: LMHead, bias: torch.Tensor | None) -> None:
+    def __init__(self, head: LMHead, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
+        self.weight = torch.empty_like(weight, device="meta")  # what a model asks for its type
         self._head = head
         self._bias = bias
 
@@ -330,7 +339,7 @@ class TransformersModel:
         if self._is_last:
             head = model.get_output_embeddings()
             kernel = self.kernels.lm_head(Weight(head.weight), is_shared=self._config.tie_word_embeddings)
-            model.set_output_embeddings(_Head(kernel, getattr(head, "bias", None)))
+            model.set_output_embeddings(_Head(kernel, head.weight, getattr(head, "bias", None)))
             path = next(name for name, module in model.named_modules() if module is self._decoder)
             owner, _, self._name = path.rpartition(".")
             self._owner = model.get_submodule(owner)
@@ -413,7 +422,8 @@ class TransformersModel:
 
     def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
         """Do the host's part of a step's attention; see `raypp.ops.backend.KernelSet`."""
-        self.kernels.plan_attention(attention, ring_entry)
+        if self._attentions:
+            self.kernels.plan_attention(attention, ring_entry)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the tokens' embeddings, [T, H]. First stage only. Shapes: input_ids [T] int32 or int64."""

@@ -150,6 +150,10 @@ def probe(path: Path, *, trusts_code: bool = False) -> dict[str, Any]:
 
 def _refuse_unknown(model: Any) -> None:
     """Refuse what neither the attention function is told nor a small copy with short prompts shows."""
+    layers = set(layers_of(model))
+    own = tuple(f"{name}." for name, module in model.named_modules() if module in layers)
+    if shared := sorted(name for name in model.all_tied_weights_keys if name.startswith(own)):
+        raise ModelLoadError("layers share weights", got=f"{shared[0]}, which is that of another layer")
     kinds = set(getattr(model.config, "layer_types", None) or ()) - _KINDS
     if kinds or getattr(model.config, "attention_chunk_size", None):
         raise ModelLoadError(

@@ -140,8 +140,14 @@ class _Module:
 
     def _call(self, others: Mapping[str, Any], x: torch.Tensor, cache: Cache) -> torch.Tensor:
         assert self._cache is not None
-        y = self.forward(**{**others, self._input: x, self._cache: cache})
-        first: torch.Tensor = y[0] if isinstance(y, tuple) else y
+        y: Any = self.forward(**{**others, self._input: x, self._cache: cache})
+        first, *more = y if isinstance(y, tuple) else (y,)
+        if not isinstance(first, torch.Tensor) or any(map(_has_tensors, more)):
+            raise ModelLoadError(
+                "a module with a state returns more than an output of each token",
+                got=f"{self._name}: {', '.join(type(each).__name__ for each in (first, *more))}",
+                expected="one tensor, [1, tokens, ...]",
+            )
         return first
 
     def cache(self, states: Sequence[torch.Tensor] | None) -> Cache:

@@ -62,6 +62,7 @@ class BlockMix:
         step_tokens: Of one step.
         tokens_ahead: That steps in flight may write of a row.
         usual_length: Tokens of a request.
+        most_blocks: Of the first group, where a stage's blocks take no memory: its layers have windows, or states.
     """
 
     windows: tuple[int | None, ...]
@@ -70,6 +71,7 @@ class BlockMix:
     step_tokens: int
     tokens_ahead: int
     usual_length: int
+    most_blocks: int = _MOST_BLOCKS
 
     @property
     def usual_blocks(self) -> int:
@@ -105,8 +107,8 @@ class BlockMix:
         low, high = 0, 1
         while taken(high) <= num_bytes:
             low, high = high, 2 * high
-            if high > _MOST_BLOCKS:  # a stage whose layers all have windows, or states
-                return _MOST_BLOCKS
+            if high > self.most_blocks:
+                return self.most_blocks
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if taken(middle) <= num_bytes else (low, middle)
@@ -226,6 +228,7 @@ def block_mix(config: EngineConfig, model: ModelConfig) -> BlockMix:
     """Return how many KV blocks the groups of a model's layers get beside each other."""
     longest = config.model.max_model_len or model.max_position_embeddings
     most_steps = config.scheduler.max_steps_per_cohort or STEPS_PER_COHORT + 1
+    needed = config.scheduler.max_num_seqs * -(-longest // config.cache.block_size)
     return BlockMix(
         windows=model.windows,
         block_size=config.cache.block_size,
@@ -233,6 +236,7 @@ def block_mix(config: EngineConfig, model: ModelConfig) -> BlockMix:
         step_tokens=config.scheduler.max_num_batched_tokens,
         tokens_ahead=(most_steps + 1) * (1 + config.speculative.max_drafts),
         usual_length=min(longest, _USUAL_LENGTH),
+        most_blocks=_MOST_BLOCKS if model.attending else 2 * needed + 1,  # half of them for prefixes
     )
 
 
@@ -502,7 +506,7 @@ def num_cpu_blocks(config: EngineConfig, memory: Sequence[StageMemory], num_bloc
     Raises:
         ResourceError: not even one.
     """
-    num_bytes, most = config.cache.cpu_kv_bytes, max(stage.kv(num_blocks) for stage in memory)
+    num_bytes, most = config.cache.cpu_kv_bytes, max(1, *(stage.kv(num_blocks) for stage in memory))
     found = tuple(num_bytes * count // most for count in num_blocks)
     if num_bytes and not all(found):
         largest = max(sum(stage.block_bytes) for stage in memory)
@@ -517,13 +521,13 @@ def num_cpu_blocks(config: EngineConfig, memory: Sequence[StageMemory], num_bloc
 
 def num_staged_blocks(config: EngineConfig, block_bytes: Sequence[Sequence[int]]) -> int:
     """Return the blocks of each group that every stage copies at a time; 0 without any in CPU memory."""
-    largest = max(map(sum, block_bytes))
+    largest = max(1, *map(sum, block_bytes))
     return min(config.cache.cpu_kv_bytes // largest, max(1, _STAGED_BYTES // largest))
 
 
 def max_copied_blocks(block_bytes: Sequence[Sequence[int]]) -> int:
     """Return the most blocks that a plan brings back while others run."""
-    return max(1, _BYTES_PER_PLAN // max(map(max, block_bytes)))
+    return max(1, _BYTES_PER_PLAN // max(1, *map(max, block_bytes)))
 
 
 def check_cpu_memory(config: EngineConfig, hardware: Hardware, cpu_kv_bytes: Sequence[int]) -> None:

@@ -69,6 +69,8 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 """What fields of a configuration become, where it has them."""
+_OF_STATE_SPACES = {"state_size": 16, "num_heads": 8, "time_step_rank": 8}
+"""The same, where it has the first: others mean other things by these names."""
 _OPTIONAL = ("sliding_window", "q_lora_rank")
 _MATRIX_STD, _VECTOR_STD = 0.15, 0.5  # large enough that texts vary
 
@@ -89,6 +91,8 @@ def shrunken_config(config: Any, *, num_layers: int | None = None, **values: Any
         for name, size in SIZES.items()
         if hasattr(config, name) and (name not in _OPTIONAL or getattr(config, name) is not None)
     }
+    if hasattr(config, "state_size"):
+        chosen |= {name: size for name, size in _OF_STATE_SPACES.items() if hasattr(config, name)}
     if "kv_lora_rank" in chosen:  # keys are rotated apart from the rest, for each head
         chosen |= {"num_key_value_heads": 4} | ({"head_dim": 8} if "head_dim" in chosen else {})
     elif getattr(config, "num_key_value_heads", None) == getattr(config, "num_attention_heads", None):
