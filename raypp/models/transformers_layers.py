@@ -72,24 +72,13 @@ class Step:
 
     batch: AttentionBatch
     caches: Sequence[LayerMemory]
-    _spans: list[list[int]] | None
     positions: torch.Tensor
     rotations: dict[int, tuple[object, Rotation]]
     """For the kernels, by the identity of what they were made of: transformers' cosines, or frequencies of 0."""
 
     def begin(self, positions: torch.Tensor, batch: AttentionBatch, caches: Sequence[LayerMemory]) -> None:
         """Set it for all layers. Shapes: positions [T] int64."""
-        self.positions, self.batch, self.caches, self.rotations, self._spans = positions, batch, caches, {}, None
-
-    @property
-    def spans(self) -> list[list[int]]:
-        """Of each row: itself, its first position, its tokens, and where its checkpoint stands before and after."""
-        if self._spans is None:
-            spans = self.batch.spans
-            assert spans is not None, "the step says nothing of its rows"
-            of_rows = (spans.rows, spans.starts, spans.query_start_loc.diff(), spans.held, spans.kept)
-            self._spans = torch.stack([each.long() for each in of_rows], 1).tolist()
-        return self._spans
+        self.positions, self.batch, self.caches, self.rotations = positions, batch, caches, {}
 
     def rotation(self, source: object, make: Callable[[], Rotation]) -> Rotation:
         """Return the rotation made of `source`, once per step."""

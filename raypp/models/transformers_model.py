@@ -48,7 +48,7 @@ from raypp.models.transformers_layers import (
     num_bytes,
     use_kernels,
 )
-from raypp.models.transformers_states import RowModule
+from raypp.models.transformers_states import RowModule, StepRows
 from raypp.models.weight_formats import check_shape, quantized_tensors, require_floats
 from raypp.models.weights import CheckpointWeights, DummyWeights, WeightSource
 from raypp.ops.attention import AttentionBatch
@@ -242,7 +242,7 @@ class TransformersModel:
         self._waits: str | None = None
         self._keeps_states = False
         self._attentions: list[LayerAttention] = []
-        layers = layers_of(model)
+        layers, rows = layers_of(model), StepRows(self._step)
         assert config.measured is not None
         for index, layer in enumerate(layers):
             if index in self._own:
@@ -253,7 +253,7 @@ class TransformersModel:
                     self._attentions.append(made)
                 for number, shape in enumerate(mixer.modules if isinstance(mixer, ModulesConfig) else ()):
                     module = layer.get_submodule(shape.name)
-                    place = (self._step, index - start_layer, number)
+                    place = (rows, index - start_layer, number)
                     setattr(module, "forward", RowModule(module, model.config, shape, *place))  # noqa: B010
                     self._keeps_states = True
             else:
@@ -349,7 +349,7 @@ class TransformersModel:
                 parameter.data = parameter.data.clone()
         if self._keeps_states:
             _LOG.warning(
-                "layers %d to %d: all steps run eagerly, and row by row where %s keeps states of rows",
+                "layers %d to %d: all steps run eagerly, for %s keeps states of rows",
                 self._own.start,
                 self._own.stop - 1,
                 type(model).__name__,

@@ -1,7 +1,7 @@
 """Modules of transformers that keep a state of a row: mamba, delta nets, short convolutions.
 
 Such a module reads and writes a layer of transformers' cache: the inputs of its convolution, its recurrent state. It
-runs as it is, row by row, with a cache of its own for each run:
+runs as it is, for rows with as many tokens since their checkpoints together, with a cache of its own for each run:
 
     checkpoint of the row ---> module over inputs up to where the checkpoint will stand ---> new checkpoint
                                  module over the inputs behind it, the step's last ---> outputs of the step
@@ -19,7 +19,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLa
 
 from raypp.errors import ModelLoadError
 from raypp.models.transformers_layers import Step, is_tried
+from raypp.ops.attention import AttentionBatch
 from raypp.ops.row_state import ModuleMemory, ModulesMemory
 from raypp.ops.state_sizes import ModuleState, StateTensor
 
@@ -34,24 +36,84 @@ CACHES = ("cache_params", "past_key_values")
 _CONV, _RECURRENT = "conv_states", "recurrent_states"
 """Fields of a layer of transformers' cache."""
 _NUM_TOKENS = 3
+_MOST_TOKENS = 1024
+"""Of a run for several rows: without fused kernels a scan takes megabytes for each token."""
+_CHUNK, _LEAST_CHUNK = "chunk_size", 16
+"""A field of mamba2: to how many tokens its scan pads. Outputs are the same with any."""
+
+
+class RowGroup(NamedTuple):
+    """Rows that a module computes together: as many tokens before the step, in it, and up to the next checkpoint."""
+
+    rows: torch.Tensor  # [B] int64, of the tables
+    tokens: torch.Tensor  # [B, n] int64, of the step
+    before: torch.Tensor  # [B, m] int64, entries of the ring: the tokens from the checkpoint on
+    written: torch.Tensor  # [B, w] int64, entries for the last w tokens of the step
+    num_first: int  # of the m + n tokens, those up to where the checkpoint will stand
+    goes_on: bool  # whether there is a checkpoint
+
+
+class StepRows:
+    """The rows of a step in groups, for all modules of a stage: they keep as many inputs."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self._batch: AttentionBatch | None = None
+        self._groups: list[RowGroup] = []
+
+    def groups(self, num_ring: int) -> list[RowGroup]:
+        """Return the groups of the step that runs, with rings of so many entries; waits for the device."""
+        batch = self.step.batch
+        if batch is not self._batch:
+            self._batch, self._groups = batch, list(self._made(batch, num_ring))
+        return self._groups
+
+    def _made(self, batch: AttentionBatch, num_ring: int) -> Iterator[RowGroup]:
+        spans = batch.spans
+        assert spans is not None, "the step says nothing of its rows"
+        listed = torch.stack([each.long() for each in (spans.rows, spans.starts, spans.held, spans.kept)], 1).tolist()
+        begins = spans.query_start_loc.tolist()
+        alike: dict[tuple[int, ...], list[tuple[int, ...]]] = defaultdict(list)
+        for (row, start, held, kept), (begin, end) in zip(listed, pairwise(begins), strict=True):
+            assert held <= start, "a position before the checkpoint is computed"
+            num_new = end - begin
+            num_written = min(num_new, start + num_new - kept)
+            form = (start - held, num_new, kept - held, num_written, held > 0)
+            alike[form].append((row, begin, start, held))
+        device = spans.rows.device
+        for (num_before, num_new, num_first, num_written, goes_on), members in alike.items():
+            for some in torch.tensor(members).to(device).split(max(1, _MOST_TOKENS // (num_before + num_new))):
+                rows, begins, starts, places = some.unsqueeze(2).unbind(1)  # [B, 1] each
+                count = partial(torch.arange, device=device)
+                written = starts + count(num_new - num_written, num_new)
+                yield RowGroup(
+                    rows.flatten(),
+                    begins + count(num_new),
+                    (places + count(num_before)) % num_ring,
+                    written % num_ring,
+                    num_first,
+                    bool(goes_on),
+                )
 
 
 class RowModule:
-    """A module with a state, in the place of its `forward`: the rows of a step one by one.
+    """A module with a state, in the place of its `forward`: rows of a step in groups.
 
     Args:
         module: As transformers has it.
         config: The model's.
         shape: What it keeps.
-        step: Of the stage.
+        rows: Of the stage.
         place: Of its layer among the stage's.
         index: Of it in its layer.
     """
 
-    def __init__(self, module: nn.Module, config: Any, shape: ModuleState, step: Step, place: int, index: int) -> None:
+    def __init__(
+        self, module: nn.Module, config: Any, shape: ModuleState, rows: StepRows, place: int, index: int
+    ) -> None:
         self._module = _Module(module, config, shape.tensors)
         self._takes_several = shape.takes_several
-        self._step = step
+        self._rows = rows
         self._place = place
         self._index = index
 
@@ -60,42 +122,37 @@ class RowModule:
         if is_tried():
             return self._module.forward(*args, **kwargs)
         x, call = self._module.called(args, kwargs)
-        layer = self._step.caches[self._place]
+        layer = self._rows.step.caches[self._place]
         assert isinstance(layer, ModulesMemory)
-        memory, outputs, begin = layer.modules[self._index], list[torch.Tensor](), 0
-        for row, start, num_new, held, kept in self._step.spans:
-            new = x[0, begin : begin + num_new]
-            outputs.append(self._row(call, memory, new, row, start, held, kept))
-            begin += num_new
-        assert begin == x.shape[1], "the step says nothing of some of its tokens"
-        return torch.cat(outputs, 1)
+        memory, out = layer.modules[self._index], torch.empty(0)
+        for group in self._rows.groups(memory.inputs.shape[1]):
+            y = self._group(call, memory, x[0], group)
+            if not len(out):
+                out = y.new_empty(x.shape[1], *y.shape[2:])
+            out[group.tokens] = y
+        return out.unsqueeze(0)
 
-    def _row(
-        self, call: _Call, memory: ModuleMemory, new: torch.Tensor, row: int, start: int, held: int, kept: int
-    ) -> torch.Tensor:
-        """Return the outputs of a row's tokens, [1, n, ...], and leave its checkpoint at `kept`. Shapes: new [n, W]."""
-        ring, num_ring, end = memory.inputs[row], memory.inputs.shape[1], start + len(new)
-        assert held <= start, "a position before the checkpoint is computed"
-        before = torch.arange(held, start, device=new.device) % num_ring
-        x = torch.cat((ring.index_select(0, before), new)).unsqueeze(0)
-        states = [tensor[row : row + 1].clone() for tensor in memory.tensors] if held else None
-        first = kept - held  # tokens up to where the checkpoint will stand
+    def _group(self, call: _Call, memory: ModuleMemory, new: torch.Tensor, group: RowGroup) -> torch.Tensor:
+        """Return the outputs of rows' tokens, [B, n, ...], and leave their checkpoints. Shapes: new [T, W]."""
+        rows = group.rows.unsqueeze(1)
+        x = torch.cat((memory.inputs[rows, group.before], new[group.tokens]), 1)
+        states = [tensor.index_select(0, group.rows) for tensor in memory.tensors] if group.goes_on else None
         outputs = []
-        if first > 0:
-            y, states = self._run(call, x[:, :first], states)
+        if group.num_first:
+            y, states = self._run(call, x[:, : group.num_first], states)
             for tensor, state in zip(memory.tensors, states, strict=True):
-                tensor[row] = state[0]
+                tensor.index_copy_(0, group.rows, state.to(tensor.dtype))
             outputs.append(y)
-        y, _ = self._run(call, x[:, first:], states)
+        y, _ = self._run(call, x[:, group.num_first :], states)
         outputs.append(y)
-        written = torch.arange(max(kept, start), end, device=new.device)
-        ring.index_copy_(0, written % num_ring, new[len(new) - len(written) :])
-        return torch.cat(outputs, 1)[:, -len(new) :]
+        num_written = group.written.shape[1]
+        memory.inputs[rows, group.written] = x[:, x.shape[1] - num_written :]
+        return torch.cat(outputs, 1)[:, -group.tokens.shape[1] :]
 
     def _run(
         self, call: _Call, x: torch.Tensor, states: Sequence[torch.Tensor] | None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the outputs of tokens that follow a state, None: the beginning, and the state after them."""
+        """Return the outputs of tokens that follow states, None: the beginning, and the states after them."""
         cache = self._module.cache(states)
         several = states is None or self._takes_several
         outputs = [call(part, cache) for part in ([x] if several else x.split(1, 1))]
@@ -110,6 +167,8 @@ class _Module:
 
     def __init__(self, module: nn.Module, config: Any, tensors: Sequence[StateTensor]) -> None:
         self.forward: Callable[..., Any] = module.forward
+        self._module = module
+        self._chunk = getattr(module, _CHUNK, None)
         self._name = type(module).__name__
         self._tensors = tensors
         self._num_layers = config.num_hidden_layers
@@ -140,6 +199,9 @@ class _Module:
 
     def _call(self, others: Mapping[str, Any], x: torch.Tensor, cache: Cache) -> torch.Tensor:
         assert self._cache is not None
+        if isinstance(self._chunk, int):
+            size = max(_LEAST_CHUNK, 1 << (x.shape[1] - 1).bit_length())
+            setattr(self._module, _CHUNK, min(self._chunk, size))
         y: Any = self.forward(**{**others, self._input: x, self._cache: cache})
         first, *more = y if isinstance(y, tuple) else (y,)
         if not isinstance(first, torch.Tensor) or any(map(_has_tensors, more)):
@@ -151,7 +213,7 @@ class _Module:
         return first
 
     def cache(self, states: Sequence[torch.Tensor] | None) -> Cache:
-        """Return a cache that holds a row's state; None: that holds nothing. Modules change it in place."""
+        """Return a cache that holds rows' states; None: that holds nothing. Modules change it in place."""
         layer = LinearAttentionLayer(self._num_states)
         for of_module, state in zip(self._tensors, states or (), strict=states is not None):
             index = of_module.index
@@ -164,7 +226,7 @@ class _Module:
         return Cache(layers=[layer] * self._num_layers)
 
     def states(self, cache: Cache) -> list[torch.Tensor]:
-        """Return a row's state in a cache, [1, ...] each."""
+        """Return rows' states in a cache, [B, ...] each."""
         return [getattr(cache.layers[0], each.kind)[each.index] for each in self._tensors]
 
 
