@@ -29,10 +29,13 @@ from raypp.ops.state_sizes import ModuleState
 
 _NUM_TOKENS = 4
 _EXPERTS = "raypp_probe"
-_STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+_STATES = {"linear_attention", "conv", "hybrid"}
 """Kinds of layers that keep states of rows, for `hybrid` besides what attention keeps."""
 _NOTHING = {"mlp", "moe"}
-_KINDS = {"full_attention", "sliding_attention", *_STATES, *_NOTHING}
+_SLIDING = {"sliding_attention", "hybrid_sliding"}
+_KINDS = {"full_attention", *_SLIDING, *_STATES, *_NOTHING}
+_TENSORS = {"s_aux", "position_ids"}
+"""Options of attention that are known: sinks, and what the layer has used itself."""
 _STRETCHED_BY_STEP = {"dynamic", "longrope"}
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "top_k")
 """How configurations call the experts that a token goes through."""
@@ -61,6 +64,12 @@ class _Witness:
             raise ModelLoadError("its layers make attention masks of their own", got=f"layer {self.index}")
         if not options["is_causal"]:
             raise ModelLoadError("its layers attend to later tokens", got=f"layer {self.index}")
+        unknown = [name for name, value in options.items() if isinstance(value, torch.Tensor) and name not in _TENSORS]
+        if unknown:
+            raise ModelLoadError(
+                "its layers give attention more than queries, keys and values",
+                got=f"layer {self.index}: {', '.join(unknown)}",
+            )
         found = AttentionConfig(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
@@ -81,7 +90,7 @@ class _Witness:
         """Return the layer's window; some families leave it to the mask that transformers would make."""
         kinds = getattr(self._config, "layer_types", None)
         window = options.get("sliding_window")
-        if window is None and (kinds is None or kinds[self.index] == "sliding_attention"):
+        if window is None and (kinds is None or kinds[self.index] in _SLIDING):
             window = self._window or (kinds and getattr(self._config, "sliding_window", None))
         return window or None
 
@@ -135,7 +144,7 @@ def probe(path: Path, *, trusts_code: bool = False) -> dict[str, Any]:
     names |= {parameter: name for name, parameter in model.named_parameters()}
     measured = [_measured(layer, config, names, num_outputs[layer]) for layer in layers]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    is_tied = embedding.weight is head.weight or bool(config.tie_word_embeddings)
+    is_tied = embedding.weight is head.weight or bool(getattr(config, "tie_word_embeddings", False))
     return {
         "class": type(model).__name__,
         "vocab_size": logits.shape[-1],

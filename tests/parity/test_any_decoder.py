@@ -47,10 +47,13 @@ IN_CI = {
 STATES = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "falcon_h1": {},
+    "falcon_mamba": {},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "mamba": {},
+    "mamba2": {},
     "nemotron_h": {},
     "olmo_hybrid": {},
     "qwen3_5_moe_text": {},
