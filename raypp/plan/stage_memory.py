@@ -229,6 +229,7 @@ def block_mix(config: EngineConfig, model: ModelConfig) -> BlockMix:
     longest = config.model.max_model_len or model.max_position_embeddings
     most_steps = config.scheduler.max_steps_per_cohort or STEPS_PER_COHORT + 1
     needed = config.scheduler.max_num_seqs * -(-longest // config.cache.block_size)
+    of_prefixes = max(2 * needed + 1, config.cache.num_kv_blocks or 0)
     return BlockMix(
         windows=model.windows,
         block_size=config.cache.block_size,
@@ -236,7 +237,7 @@ def block_mix(config: EngineConfig, model: ModelConfig) -> BlockMix:
         step_tokens=config.scheduler.max_num_batched_tokens,
         tokens_ahead=(most_steps + 1) * (1 + config.speculative.max_drafts),
         usual_length=min(longest, _USUAL_LENGTH),
-        most_blocks=_MOST_BLOCKS if model.attending else 2 * needed + 1,  # half of them for prefixes
+        most_blocks=_MOST_BLOCKS if model.attending else of_prefixes,
     )
 
 

@@ -50,6 +50,14 @@ def test_planned_bytes_are_what_is_allocated(model_type: str, dtype: str, tmp_pa
     assert "with a state per request" in describe_layers(plan.model)
 
 
+def test_blocks_that_take_no_memory_are_as_many_as_asked(tmp_path: Path) -> None:
+    path, hardware = make_shrunken("mamba2", tmp_path), Hardware(2, 1 << 34, 1, "this one", 16 << 30, (9, 0))
+    for asked in (None, 5000):
+        more = {"device": "cuda", "dtype": "bfloat16", "num_kv_blocks": asked, "max_num_seqs": 4, "max_model_len": 64}
+        config = EngineConfig.from_flat(str(path), model_impl="transformers", skip_tokenizer_init=True, **more)
+        assert plan_engine(config, hardware).num_blocks == (asked or 2 * 4 * 4 + 1)
+
+
 def test_parts_of_a_state_that_are_in_32_bits_stay_so(tmp_path: Path) -> None:
     model = _plan(make_shrunken("nemotron_h", tmp_path)).model
     sizes = [state_bytes_per_row(model, 4, 0, dtype_bytes, has_snapshots=True) for dtype_bytes in (4, 2)]
