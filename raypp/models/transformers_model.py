@@ -99,7 +99,9 @@ def empty_model(path: Path, dtype: torch.dtype, *, trusts_code: bool = False) ->
 
 def as_positions(model: nn.Module, positions: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the argument that tells a model positions, [1, T]; nothing where it asks for none."""
-    return {_POSITIONS: positions} if _POSITIONS in inspect.signature(model.forward).parameters else {}
+    taken = inspect.signature(model.forward).parameters
+    is_hidden = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in taken.values())  # behind `*args`
+    return {_POSITIONS: positions} if _POSITIONS in taken or is_hidden else {}
 
 
 def layers_of(model: Any) -> nn.ModuleList:

@@ -177,32 +177,33 @@ class _Module:
         names = list(self._signature.parameters)
         kinds = {each.kind: name for name, each in self._signature.parameters.items()}
         self._input, self._options = names[0], kinds.get(inspect.Parameter.VAR_KEYWORD, "")
-        self._cache = next((name for name in CACHES if name in names), None)
 
     def called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, _Call]:
         """Return the input of a call, [1, T, W], and what calls the module likewise with another input and a cache."""
         given = self._signature.bind(*args, **kwargs).arguments
-        x, more = given.pop(self._input), given.pop(self._options, {})
-        if not isinstance(x, torch.Tensor) or self._cache is None:
+        x, options = given.pop(self._input), given.pop(self._options, {})
+        others = given | options
+        taken = (*others, *self._signature.parameters)
+        cache = next((name for name in CACHES if name in taken), None)
+        if not isinstance(x, torch.Tensor) or cache is None:
             raise ModelLoadError(
                 "a module with a state takes its input or its cache in a way that raypp does not know",
                 got=f"{self._name}({', '.join(self._signature.parameters)})",
                 expected=f"hidden states first, and one of {', '.join(CACHES)}",
             )
-        if others := [name for name, value in (given | more).items() if _has_tensors(value)]:
+        if unknown := [name for name, value in others.items() if _has_tensors(value)]:
             raise ModelLoadError(
                 "a module with a state takes more of a token than its hidden state",
-                got=f"{self._name} with {', '.join(others)}",
+                got=f"{self._name} with {', '.join(unknown)}",
                 expected="hidden states alone: those of tokens before the step are kept",
             )
-        return x, partial(self._call, given | more)
+        return x, partial(self._call, others, cache)
 
-    def _call(self, others: Mapping[str, Any], x: torch.Tensor, cache: Cache) -> torch.Tensor:
-        assert self._cache is not None
+    def _call(self, others: Mapping[str, Any], name: str, x: torch.Tensor, cache: Cache) -> torch.Tensor:
         if isinstance(self._chunk, int):
             size = max(_LEAST_CHUNK, 1 << (x.shape[1] - 1).bit_length())
             setattr(self._module, _CHUNK, min(self._chunk, size))
-        y: Any = self.forward(**{**others, self._input: x, self._cache: cache})
+        y: Any = self.forward(**{**others, self._input: x, name: cache})
         first, *more = y if isinstance(y, tuple) else (y,)
         if not isinstance(first, torch.Tensor) or any(map(_has_tensors, more)):
             raise ModelLoadError(
