@@ -20,7 +20,7 @@ from typing import Any
 from raypp.errors import ModelLoadError
 
 PROBE = "raypp.models.transformers_probe"
-_MODULES = ("raypp.models.transformers_model", "raypp.models.transformers_layers")
+_MODULES = tuple(f"raypp.models.transformers_{name}" for name in ("model", "layers", "states"))
 TRUSTS_CODE = "--trust-remote-code"
 _TIMEOUT_S = 900.0
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}

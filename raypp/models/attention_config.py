@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raypp.models.rope_config import RopeConfig
-from raypp.ops.state_sizes import RowState
+from raypp.ops.state_sizes import ModuleState, RowState
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ class GatedDeltaConfig:
         ratio = self.num_v_heads // self.num_k_heads
         sizes = (self.k_dim, self.k_dim, ratio * self.v_dim, ratio * self.v_dim)
         return _by_kind(self.num_k_heads, sizes), _by_kind(self.num_k_heads, (ratio, ratio))
+
+    @property
+    def attention(self) -> None:
+        """How the layer attends: it does not."""
 
     @property
     def cache(self) -> RowState:
@@ -86,6 +90,11 @@ class AttentionConfig:
     num_sharing: int = 1  # members of a stage that have the same KV heads, where there are fewer heads than members
 
     @property
+    def attention(self) -> AttentionConfig:
+        """How the layer attends."""
+        return self
+
+    @property
     def cache(self) -> PagedKV:
         """What the layer keeps."""
         return PagedKV(self.num_kv_heads, self.head_dim, self.v_dim, self.window)
@@ -108,5 +117,23 @@ class AttentionConfig:
         return self.num_heads * self.v_dim
 
 
-LayerMixer = AttentionConfig | GatedDeltaConfig
+@dataclass(frozen=True, kw_only=True)
+class ModulesConfig:
+    """A layer of transformers' modules some of which keep states of rows, or that keeps nothing."""
+
+    modules: tuple[ModuleState, ...]
+    attention: AttentionConfig | None  # None: no module attends
+
+    @property
+    def row_sizes(self) -> tuple[int, int, int]:
+        """See `AttentionConfig.row_sizes`."""
+        return (0, 0, 0) if self.attention is None else self.attention.row_sizes
+
+    @property
+    def output_size(self) -> int:
+        """Elements of a token's output of attention."""
+        return 0 if self.attention is None else self.attention.output_size
+
+
+LayerMixer = AttentionConfig | GatedDeltaConfig | ModulesConfig
 """How a layer gathers what it needs of the tokens before."""

@@ -7,7 +7,7 @@ transformers 5 writes); `torch_dtype` and `dtype`. Needs no torch, so that plann
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 from raypp.errors import ModelLoadError, page
 from raypp.models.asked import PROBE, asked
-from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer
+from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer, ModulesConfig
 from raypp.models.checkpoint_names import are_alike, file_of_tensor, has_safetensors, name_of_text, stored_tensors
 from raypp.models.config_fields import ConfigFields, read_json
 from raypp.models.families import FAMILIES, QWEN_EXPERTS, ExpertFamily, ExpertNames, Family, Windows
@@ -23,6 +23,7 @@ from raypp.models.generation_config import GENERATION_CONFIG
 from raypp.models.quantization import Quantization, read_quantization
 from raypp.models.rope_config import read_rope, with_rope_scaling
 from raypp.models.vision_config import VisionConfig, read_vision_config
+from raypp.ops.state_sizes import ModuleState, StateTensor
 
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts")
 """Published checkpoints have one or the other by family; transformers 5 writes the second for all."""
@@ -75,6 +76,7 @@ class MeasuredLayer:
     linears: tuple[tuple[str, int, int], ...] = ()  # whole names, outputs and inputs of the linear layers
     experts: tuple[tuple[str, int, int, int], ...] = ()  # of weights of all experts: names, numbers, and both sizes
     mlp_width: int  # elements of the widest product, of a token
+    num_outputs: int | None  # elements of the tuple that it returns; None: it returns a tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +116,12 @@ class ModelConfig:
     @property
     def attending(self) -> tuple[AttentionConfig, ...]:
         """The layers that attend, and so have a KV cache."""
-        return tuple(each for each in self.attention if isinstance(each, AttentionConfig))
+        return tuple(each.attention for each in self.attention if each.attention is not None)
 
     @property
     def has_row_states(self) -> bool:
-        """Whether some layers keep a state per row instead."""
-        return len(self.attending) < len(self.attention)
+        """Whether some layers keep a state per row, instead or besides."""
+        return any(not isinstance(each, AttentionConfig) for each in self.attention)
 
     @property
     def vocab_rows(self) -> int:
@@ -128,13 +130,16 @@ class ModelConfig:
 
     def group_of(self, layer: int) -> int | None:
         """Return which group of `windows` a layer is of, None if it keeps no KV."""
-        mixer = self.attention[layer]
-        return self.windows.index(mixer.window) if isinstance(mixer, AttentionConfig) else None
+        attention = self.attention[layer].attention
+        return None if attention is None else self.windows.index(attention.window)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The windows that layers have, the widest first: layers with the same one keep the same tokens: a group."""
-        found = {each.window for each in self.attending}
+        """The windows that layers have, the widest first: layers with the same one keep the same tokens: a group.
+
+        Where no layer attends, one group all the same: its blocks take no memory.
+        """
+        found = {each.window for each in self.attending} or {None}
         widest = [None] if None in found else []
         return (*widest, *sorted((window for window in found if window is not None), reverse=True))
 
@@ -320,7 +325,7 @@ def _transformers_config(
         vocab_size=found["vocab_size"],
         hidden_size=found["hidden_size"],
         intermediate_size=0,
-        attention=tuple(AttentionConfig(**layer) for layer in found["attention"]),
+        attention=tuple(map(_measured_mixer, found["attention"], found["states"])),
         rms_norm_eps=0.0,
         qkv_bias=False,
         attention_output_bias=False,
@@ -337,6 +342,23 @@ def _transformers_config(
         ),
         trusts_code=trusts_code,
     )
+
+
+def _measured_mixer(attends: Mapping[str, Any] | None, states: Sequence[Mapping[str, Any]]) -> LayerMixer:
+    """Return what a layer of transformers' modules keeps, as `raypp.models.transformers_probe` says it."""
+    attention = None if attends is None else AttentionConfig(**attends)
+    if attention is not None and not states:
+        return attention
+    modules = [
+        ModuleState(
+            **{
+                **state,
+                "tensors": tuple(StateTensor(**{**each, "shape": tuple(each["shape"])}) for each in state["tensors"]),
+            }
+        )
+        for state in states
+    ]
+    return ModulesConfig(modules=tuple(modules), attention=attention)
 
 
 def refuse_unsupported(fields: ConfigFields) -> None:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from raypp.models.attention_config import AttentionConfig
+from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer, ModulesConfig
 from raypp.models.config import MeasuredLayer, ModelConfig
 from raypp.models.quantization import Quantization
-from raypp.ops.state_sizes import RowState
 
 STATE_BYTES = {"float32": 4, "bfloat16": 2}
 LOGIT_BYTES = 4  # whatever the model's type, see `raypp.ops.backend.KernelSet.lm_head`
@@ -112,8 +111,8 @@ def qkv_width(config: ModelConfig) -> int:
 
 def kv_bytes_per_token(config: ModelConfig, kv_dtype_bytes: int) -> list[int]:
     """Return the bytes of KV cache that one token takes in each layer; 0 where there is a state per row instead."""
-    caches = [layer.cache for layer in config.attention]
-    return [0 if isinstance(cache, RowState) else cache.bytes_per_token(kv_dtype_bytes) for cache in caches]
+    attention = [layer.attention for layer in config.attention]
+    return [0 if each is None else each.cache.bytes_per_token(kv_dtype_bytes) for each in attention]
 
 
 def state_bytes_per_row(
@@ -128,13 +127,17 @@ def state_bytes_per_row(
         dtype_bytes: Of an activation.
         has_snapshots: Whether rows are copied, see `raypp.ops.state_sizes.conv_entries`.
     """
+    sizes = (block_size, max_drafts, dtype_bytes)
 
-    def of_layer(cache: RowState) -> int:
-        state_bytes = max(dtype_bytes, STATE_BYTES[cache.state_dtype])
-        return cache.bytes_per_row(block_size, max_drafts, dtype_bytes, state_bytes, has_snapshots=has_snapshots)
+    def of_layer(layer: LayerMixer) -> int:
+        if isinstance(layer, ModulesConfig):
+            return sum(each.bytes_per_row(*sizes, STATE_BYTES) for each in layer.modules)
+        if isinstance(layer, AttentionConfig):
+            return 0
+        state_bytes = max(dtype_bytes, STATE_BYTES[layer.cache.state_dtype])
+        return layer.cache.bytes_per_row(*sizes, state_bytes, has_snapshots=has_snapshots)
 
-    caches = [layer.cache for layer in config.attention]
-    return [of_layer(cache) if isinstance(cache, RowState) else 0 for cache in caches]
+    return list(map(of_layer, config.attention))
 
 
 def mlp_width(config: ModelConfig) -> int:
@@ -193,6 +196,7 @@ def _products(config: ModelConfig, index: int) -> tuple[list[_Product], list[_Pr
     if isinstance(attention, AttentionConfig):
         block, inner = "self_attn.", [("q_proj", sum(attention.row_sizes))]
     else:
+        assert isinstance(attention, GatedDeltaConfig)
         mixed, gates, numbers = attention.row_sizes
         first, second = ("in_proj_qkvz", "in_proj_ba") if attention.is_joined else ("in_proj_qkv", "in_proj_b")
         block, inner = "linear_attn.", [(first, mixed + gates), (second, numbers)]
@@ -224,6 +228,7 @@ def _num_other_parameters(config: ModelConfig, index: int) -> int:
         count += 2 * attention.head_dim * config.qk_norm + attention.num_heads * attention.has_sinks
         count += sum(attention.row_sizes) * config.qkv_bias + hidden * config.attention_output_bias
     else:  # numbers per head, the norm, and the convolution
+        assert isinstance(attention, GatedDeltaConfig)
         shape = attention.cache
         count += 2 * shape.num_v_heads + shape.v_dim + shape.conv_dim * shape.kernel_size
     experts = config.experts_of(index)

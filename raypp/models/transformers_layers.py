@@ -14,6 +14,7 @@ linear layer's output is seen in a step of a few tokens: where each tensor begin
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import sys
 import traceback
@@ -32,7 +33,7 @@ from raypp.models.attention_config import AttentionConfig
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Rotation
 from raypp.ops.backend import SILU, Attention, ExpertWeights, Gate, KernelSet, Projection
 from raypp.ops.kv_cache import LayerCache
-from raypp.ops.row_state import LayerMemory
+from raypp.ops.row_state import LayerMemory, ModulesMemory
 from raypp.ops.weight import Weight, stacked_weights
 
 _LOG = logging.getLogger(__name__)
@@ -112,6 +113,13 @@ class _Trial:
 
 
 _trial: _Trial | None = None
+
+
+def is_tried() -> bool:
+    """Return whether a step runs that shows what layers do: it is of no rows."""
+    return _trial is not None
+
+
 _rotating: LayerAttention | None = None
 """The attention that rotates the queries and keys that the layer would rotate next."""
 
@@ -158,7 +166,8 @@ class LayerAttention:
             qkv = torch.cat([each[0].transpose(0, 1).flatten(1) for each in (query, key, value)], -1)
         out = None if step.batch.padded_out is None else step.batch.padded_out[config.output_size]
         rope = step.rotation(self._unrotated if rotation is None else rotation[0], partial(self._rope, rotation))
-        cache = step.caches[self._place]
+        memory = step.caches[self._place]
+        cache = memory.cache if isinstance(memory, ModulesMemory) else memory
         assert isinstance(cache, LayerCache)
         attended = self._attention(qkv, rope, cache, step.batch, out)
         return attended.view(1, num_tokens, config.num_heads, config.v_dim)
@@ -441,6 +450,8 @@ def _replace_norms(
         weight = parameters.get("weight")
         eps = next((value for each in _EPS if isinstance(value := getattr(module, each, None), float)), None)
         if eps is None or weight is None or weight.ndim != 1 or len(parameters) > 1 or any(module.children()):
+            continue
+        if len(inspect.signature(module.forward).parameters) > 1:  # of a gate, too
             continue
         kind = (type(module), eps)
         if kind not in offsets:

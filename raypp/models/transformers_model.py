@@ -15,9 +15,11 @@ other tokens when it is cut; see `raypp.testing.try_decoder`.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
 from typing import Any, cast
@@ -30,6 +32,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from raypp.errors import ModelLoadError
 from raypp.graphs.cost import GRAPH_MODES, GraphCost, GraphMode
+from raypp.models.attention_config import ModulesConfig
 from raypp.models.checkpoint_names import name_of_text
 from raypp.models.config import ModelConfig
 from raypp.models.decoder import Deepstack
@@ -45,6 +48,7 @@ from raypp.models.transformers_layers import (
     num_bytes,
     use_kernels,
 )
+from raypp.models.transformers_states import RowModule, StepRows
 from raypp.models.weight_formats import check_shape, quantized_tensors, require_floats
 from raypp.models.weights import CheckpointWeights, DummyWeights, WeightSource
 from raypp.ops.attention import AttentionBatch
@@ -54,6 +58,7 @@ from raypp.ops.weight import Weight
 
 _LOG = logging.getLogger(__name__)
 _MOST_SAID = 400
+_POSITIONS = "position_ids"
 
 
 def empty_model(path: Path, dtype: torch.dtype, *, trusts_code: bool = False) -> Any:
@@ -92,6 +97,13 @@ def empty_model(path: Path, dtype: torch.dtype, *, trusts_code: bool = False) ->
     return model.eval()
 
 
+def as_positions(model: nn.Module, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the argument that tells a model positions, [1, T]; nothing where it asks for none."""
+    taken = inspect.signature(model.forward).parameters
+    is_hidden = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in taken.values())  # behind `*args`
+    return {_POSITIONS: positions} if _POSITIONS in taken or is_hidden else {}
+
+
 def layers_of(model: Any) -> nn.ModuleList:
     """Return the decoder layers of transformers' model.
 
@@ -113,6 +125,11 @@ def _covers(form: Quantization, name: str) -> bool:
     return form.covers(name.removesuffix(".weight")) and name.endswith(".weight") != form.is_of_experts
 
 
+def is_of_experts(module: nn.Module, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter of a module is a weight of all experts: of a number of matrices."""
+    return parameter.ndim == 3 and not isinstance(module, nn.Conv1d)
+
+
 def _places(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, tuple[nn.Module, str]]:
     """Return by their names the weights of linear layers and of experts in some layers: whose they are, and as what."""
     own = {module for layer in layers for module in layer.modules()}
@@ -122,7 +139,7 @@ def _places(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, tuple[nn
         for name, parameter in module._parameters.items()
         if module in own
         and parameter is not None
-        and (parameter.ndim == 3 or (type(module) is nn.Linear and name == "weight"))
+        and (is_of_experts(module, parameter) or (type(module) is nn.Linear and name == "weight"))
     }
 
 
@@ -133,38 +150,62 @@ def _as_parameter(tensor: torch.Tensor) -> nn.Parameter:
     return made
 
 
-class _Elsewhere(nn.Module):
-    """Stands where another stage's layer is: hands in what was received, or passes on; keeps what it was given."""
+class _InPlaceOf(nn.Module):
+    """Stands where another module is, which a model may ask for the kind of a layer, factors, buffers."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        for name, value in vars(layer).items():  # what the model's loop reads: the kind of the layer
-            if isinstance(value, (str, int, float)):
-                setattr(self, name, value)
+        self._module = (module,)  # no module of this one
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the module has that this one has not."""
+        return getattr(self.__dict__["_module"][0], name)
+
+
+class _Elsewhere(_InPlaceOf):
+    """Stands where another stage's layer is: hands in what was received, or passes on; keeps what it was given.
+
+    Args:
+        layer: The other stage's.
+        num_outputs: Elements of the tuple that it returns; None: it returns a tensor.
+    """
+
+    def __init__(self, layer: nn.Module, num_outputs: int | None) -> None:
+        super().__init__(layer)
+        self._num_outputs = num_outputs
         self.received: torch.Tensor | None = None
         self.seen: torch.Tensor | None = None
 
-    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> Any:
         self.seen = hidden
-        return hidden if self.received is None else self.received
+        left = hidden if self.received is None else self.received
+        return left if self._num_outputs is None else (left, *[None] * (self._num_outputs - 1))
 
 
-class _Given(nn.Module):
+@dataclass
+class _Decoded(MoeModelOutputWithPast):  # type: ignore[misc]
+    """What any decoder returns."""
+
+    cache_params: Any = None
+
+
+class _Given(_InPlaceOf):
     """Stands where the decoder is while logits are computed: returns the hidden states of the rows."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__(decoder)
         self.hidden: torch.Tensor | None = None
 
-    def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+    def forward(self, *_: Any, **__: Any) -> _Decoded:
+        return _Decoded(last_hidden_state=self.hidden)
 
 
 class _Head(nn.Module):
     """The LM head by the kernel set, [1, N, H] to float32 [1, N, V]."""
 
-    def __init__(self, head: LMHead, bias: torch.Tensor | None) -> None:
+    def __init__(self, head: LMHead, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
+        self.weight = torch.empty_like(weight, device="meta")  # what a model asks for its type
         self._head = head
         self._bias = bias
 
@@ -201,24 +242,31 @@ class TransformersModel:
         self._decoder = model.get_decoder()
         self._step = Step()
         self._waits: str | None = None
+        self._keeps_states = False
         self._attentions: list[LayerAttention] = []
-        layers = layers_of(model)
+        layers, rows = layers_of(model), StepRows(self._step)
+        assert config.measured is not None
         for index, layer in enumerate(layers):
             if index in self._own:
-                attention = config.attending[index]
-                group = config.windows.index(attention.window)
-                made = LayerAttention(self._step, index - start_layer, attention, group, kernels)
-                attend_at(layer, made)
-                self._attentions.append(made)
+                mixer, group = config.attention[index], config.group_of(index)
+                if mixer.attention is not None and group is not None:
+                    made = LayerAttention(self._step, index - start_layer, mixer.attention, group, kernels)
+                    attend_at(layer, made)
+                    self._attentions.append(made)
+                for number, shape in enumerate(mixer.modules if isinstance(mixer, ModulesConfig) else ()):
+                    module = layer.get_submodule(shape.name)
+                    place = (rows, index - start_layer, number)
+                    setattr(module, "forward", RowModule(module, model.config, shape, *place))  # noqa: B010
+                    self._keeps_states = True
             else:
-                layers[index] = _Elsewhere(layer)
+                layers[index] = _Elsewhere(layer, config.measured[index].num_outputs)
         self._before = None if self._is_first else cast("_Elsewhere", layers[start_layer - 1])
         self._behind = None if self._is_last else cast("_Elsewhere", layers[end_layer])
         if not (self._is_first or (self._is_last and config.tie_word_embeddings)):
             model.set_input_embeddings(nn.Identity())
         if not self._is_last:
             model.set_output_embeddings(nn.Identity())
-        self._given = _Given()
+        self._given = _Given(self._decoder)
         self._lock = RLock()  # kernels are compiled in threads, and modules keep what passes
 
     @property
@@ -293,7 +341,7 @@ class TransformersModel:
         if self._is_last:
             head = model.get_output_embeddings()
             kernel = self.kernels.lm_head(Weight(head.weight), is_shared=self._config.tie_word_embeddings)
-            model.set_output_embeddings(_Head(kernel, getattr(head, "bias", None)))
+            model.set_output_embeddings(_Head(kernel, head.weight, getattr(head, "bias", None)))
             path = next(name for name, module in model.named_modules() if module is self._decoder)
             owner, _, self._name = path.rpartition(".")
             self._owner = model.get_submodule(owner)
@@ -301,6 +349,13 @@ class TransformersModel:
         if self._device.type == "cpu":  # a file that is replaced later must not change a running engine
             for parameter in model.parameters():
                 parameter.data = parameter.data.clone()
+        if self._keeps_states:
+            _LOG.warning(
+                "layers %d to %d: all steps run eagerly, for %s keeps states of rows",
+                self._own.start,
+                self._own.stop - 1,
+                type(model).__name__,
+            )
         if self._waits:
             _LOG.warning(
                 "layers %d to %d: all steps run eagerly, for %s asks the device for something on the way: %s",
@@ -357,18 +412,20 @@ class TransformersModel:
     @property
     def attention_sizes(self) -> tuple[int, ...]:
         """Elements of attention's output per token, Hq * Dv, of any of the layers; all differ."""
-        return tuple({self._config.attention[index].output_size: None for index in self._own})
+        attention = [self._config.attention[index].attention for index in self._own]
+        return tuple({each.output_size: None for each in attention if each is not None})
 
     @property
     def graph_modes(self) -> Collection[GraphMode]:
         """Which graphs can hold the stage's steps."""
-        if self._waits:
+        if self._waits or self._keeps_states:
             return ()
         return GRAPH_MODES if self.kernels.can_be_recorded or self._device.type == "cpu" else ("piecewise",)
 
     def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
         """Do the host's part of a step's attention; see `raypp.ops.backend.KernelSet`."""
-        self.kernels.plan_attention(attention, ring_entry)
+        if self._attentions:
+            self.kernels.plan_attention(attention, ring_entry)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the tokens' embeddings, [T, H]. First stage only. Shapes: input_ids [T] int32 or int64."""
@@ -397,7 +454,7 @@ class TransformersModel:
         if self._before is not None:
             self._before.received = hidden.unsqueeze(0)
         output = self._decoder(
-            inputs_embeds=hidden.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
+            inputs_embeds=hidden.unsqueeze(0), use_cache=False, **as_positions(self._decoder, positions.unsqueeze(0))
         ).last_hidden_state
         left: torch.Tensor | None = output if self._behind is None else self._behind.seen
         assert left is not None

@@ -6,6 +6,7 @@ it prints is kept, see `raypp.models.asked`.
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Mapping
@@ -22,11 +23,19 @@ from raypp.models.asked import TRUSTS_CODE
 from raypp.models.attention_config import AttentionConfig
 from raypp.models.config import MeasuredLayer
 from raypp.models.transformers_layers import attend_at
-from raypp.models.transformers_model import empty_model, layers_of
+from raypp.models.transformers_model import as_positions, empty_model, is_of_experts, layers_of
+from raypp.models.transformers_states import CACHES, has_states, states_of
+from raypp.ops.state_sizes import ModuleState
 
 _NUM_TOKENS = 4
 _EXPERTS = "raypp_probe"
-_KINDS = {"full_attention", "sliding_attention"}
+_STATES = {"linear_attention", "conv", "hybrid"}
+"""Kinds of layers that keep states of rows, for `hybrid` besides what attention keeps."""
+_NOTHING = {"mlp", "moe"}
+_SLIDING = {"sliding_attention", "hybrid_sliding"}
+_KINDS = {"full_attention", *_SLIDING, *_STATES, *_NOTHING}
+_TENSORS = {"s_aux", "position_ids"}
+"""Options of attention that are known: sinks, and what the layer has used itself."""
 _STRETCHED_BY_STEP = {"dynamic", "longrope"}
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "top_k")
 """How configurations call the experts that a token goes through."""
@@ -55,6 +64,12 @@ class _Witness:
             raise ModelLoadError("its layers make attention masks of their own", got=f"layer {self.index}")
         if not options["is_causal"]:
             raise ModelLoadError("its layers attend to later tokens", got=f"layer {self.index}")
+        unknown = [name for name, value in options.items() if isinstance(value, torch.Tensor) and name not in _TENSORS]
+        if unknown:
+            raise ModelLoadError(
+                "its layers give attention more than queries, keys and values",
+                got=f"layer {self.index}: {', '.join(unknown)}",
+            )
         found = AttentionConfig(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
@@ -75,7 +90,7 @@ class _Witness:
         """Return the layer's window; some families leave it to the mask that transformers would make."""
         kinds = getattr(self._config, "layer_types", None)
         window = options.get("sliding_window")
-        if window is None and (kinds is None or kinds[self.index] == "sliding_attention"):
+        if window is None and (kinds is None or kinds[self.index] in _SLIDING):
             window = self._window or (kinds and getattr(self._config, "sliding_window", None))
         return window or None
 
@@ -87,42 +102,67 @@ def probe(path: Path, *, trusts_code: bool = False) -> dict[str, Any]:
         ModelLoadError: transformers does not have it, or it needs what raypp cannot give.
     """
     model = empty_model(path, torch.float32, trusts_code=trusts_code)
-    config, layers = model.config, layers_of(model)
     _refuse_unknown(model)
+    keeps_states = has_states(model.config)
+    if keeps_states:  # parts of states are in 32 bits whatever the others are
+        model = empty_model(path, torch.bfloat16, trusts_code=trusts_code).requires_grad_(False)
+    config, layers = model.config, layers_of(model)
     if model._can_set_experts_implementation():
         model.set_experts_implementation(_EXPERTS)
     witnesses = [_Witness(index, layer, config) for index, layer in enumerate(layers)]
     for witness, layer in zip(witnesses, layers, strict=True):
         attend_at(layer, witness)
     ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
-    with torch.inference_mode():
-        output = model(input_ids=ids, position_ids=ids, use_cache=False)
-    for witness in witnesses:
-        if witness.found is None:
-            kinds = getattr(config, "layer_types", None)
+    logits, num_outputs = torch.empty(0), dict[nn.Module, int | None]()
+
+    def note(layer: nn.Module, _: Any, output: Any) -> None:
+        num_outputs[layer] = len(output) if isinstance(output, tuple) else None
+
+    for layer in layers:
+        layer.register_forward_hook(note)
+
+    def run(**options: Any) -> None:
+        nonlocal logits
+        logits = model(input_ids=ids, **as_positions(model, ids), **options).logits
+
+    states: list[tuple[ModuleState, ...]] = [()] * len(layers)
+    with torch.no_grad():
+        if keeps_states:
+            name = next(name for name in CACHES if name in inspect.signature(model.forward).parameters)
+            states = states_of(layers, config, lambda cache: run(use_cache=True, **{name: cache}))
+        else:
+            run(use_cache=False)
+    kinds = getattr(config, "layer_types", None)
+    for witness, of_layer in zip(witnesses, states, strict=True):
+        if witness.found is None and not of_layer and (kinds is None or kinds[witness.index] not in _NOTHING):
             raise ModelLoadError(
-                "a layer keeps no keys and values",
+                "a layer keeps neither keys and values nor a state",
                 got=f"layer {witness.index}" + (f", {kinds[witness.index]}" if kinds else ""),
-                expected="layers of attention; of states raypp keeps those of its own layers alone",
+                expected="layers that use transformers' attention and its cache",
             )
     names: dict[object, str] = {module: name for name, module in model.named_modules()}
     names |= {parameter: name for name, parameter in model.named_parameters()}
-    measured = [_measured(layer, config, names) for layer in layers]
+    measured = [_measured(layer, config, names, num_outputs[layer]) for layer in layers]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    is_tied = embedding.weight is head.weight or bool(config.tie_word_embeddings)
+    is_tied = embedding.weight is head.weight or bool(getattr(config, "tie_word_embeddings", False))
     return {
         "class": type(model).__name__,
-        "vocab_size": output.logits.shape[-1],
+        "vocab_size": logits.shape[-1],
         "hidden_size": embedding.weight.shape[1],
         "tie_word_embeddings": is_tied,
         "max_position_embeddings": getattr(config, "max_position_embeddings", None),
-        "attention": [asdict(witness.found) for witness in witnesses if witness.found is not None],
+        "attention": [None if witness.found is None else asdict(witness.found) for witness in witnesses],
+        "states": [[asdict(each) for each in of_layer] for of_layer in states],
         "layers": [asdict(each) for each in measured],
     }
 
 
 def _refuse_unknown(model: Any) -> None:
     """Refuse what neither the attention function is told nor a small copy with short prompts shows."""
+    layers = set(layers_of(model))
+    own = tuple(f"{name}." for name, module in model.named_modules() if module in layers)
+    if shared := sorted(name for name in model.all_tied_weights_keys if name.startswith(own)):
+        raise ModelLoadError("layers share weights", got=f"{shared[0]}, which is that of another layer")
     kinds = set(getattr(model.config, "layer_types", None) or ()) - _KINDS
     if kinds or getattr(model.config, "attention_chunk_size", None):
         raise ModelLoadError(
@@ -141,8 +181,8 @@ def _refuse_unknown(model: Any) -> None:
             )
 
 
-def _measured(layer: nn.Module, config: Any, names: Mapping[object, str]) -> MeasuredLayer:
-    experts = [parameter for parameter in layer.parameters() if parameter.ndim == 3]
+def _measured(layer: nn.Module, config: Any, names: Mapping[object, str], num_outputs: int | None) -> MeasuredLayer:
+    experts = [own for each in layer.modules() for own in each.parameters(False) if is_of_experts(each, own)]
     num_experts = max((len(parameter) for parameter in experts), default=0)
     chosen = next((getattr(config, name) for name in _CHOSEN if getattr(config, name, None)), num_experts)
     of_experts = sum(parameter.numel() for parameter in experts)
@@ -154,6 +194,7 @@ def _measured(layer: nn.Module, config: Any, names: Mapping[object, str]) -> Mea
         experts=tuple((names[each], *each.shape) for each in experts),
         linears=tuple((names[module], module.out_features, module.in_features) for module in linears),
         mlp_width=max((module.out_features for module in linears), default=0),
+        num_outputs=num_outputs,
     )
 
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from raypp.ops.kv_cache import LayerCache, sides
-from raypp.ops.state_sizes import RowState, conv_entries, ring_entries
+from raypp.ops.state_sizes import ModuleState, RowState, conv_entries, ring_entries
 
 
 class LayerState(NamedTuple):
@@ -39,7 +39,21 @@ class LayerState(NamedTuple):
     inputs: torch.Tensor  # [rows, X, C] of the convolution
 
 
-LayerMemory = LayerCache | LayerState
+class ModuleMemory(NamedTuple):
+    """What one module of transformers keeps of all rows."""
+
+    inputs: torch.Tensor  # [rows, R, W] of the module; position p is entry p % R
+    tensors: tuple[torch.Tensor, ...]  # [rows, ...] each, of its cache, at the checkpoint
+
+
+class ModulesMemory(NamedTuple):
+    """What one layer of transformers' modules keeps, if some keep states of rows, or none keeps anything."""
+
+    cache: LayerCache | None  # of attention
+    modules: tuple[ModuleMemory, ...]
+
+
+LayerMemory = LayerCache | LayerState | ModulesMemory
 """What a layer keeps of the tokens that it saw."""
 
 
@@ -163,11 +177,31 @@ def allocate_layer_state(
     )
 
 
+def allocate_module_memory(
+    shape: ModuleState, num_rows: int, block_size: int, max_drafts: int, dtype: torch.dtype, device: torch.device
+) -> ModuleMemory:
+    """Return what one module keeps of all rows, all zeros."""
+    ring = torch.zeros(num_rows, ring_entries(block_size, max_drafts), shape.width, dtype=dtype, device=device)
+    tensors = [
+        torch.zeros(
+            num_rows,
+            *each.shape,
+            dtype=torch.promote_types(dtype, getattr(torch, each.dtype)) if each.dtype else dtype,
+            device=device,
+        )
+        for each in shape.tensors
+    ]
+    return ModuleMemory(ring, tuple(tensors))
+
+
 def written_once(memories: Sequence[LayerMemory]) -> list[torch.Tensor]:
     """Return what layers keep that a step may write twice without another outcome: keys, values, keys, ..."""
-    return sides([memory for memory in memories if isinstance(memory, LayerCache)])
+    caches = [memory.cache if isinstance(memory, ModulesMemory) else memory for memory in memories]
+    return sides([cache for cache in caches if isinstance(cache, LayerCache)])
 
 
 def moved_on(memories: Sequence[LayerMemory]) -> list[torch.Tensor]:
     """Return what layers keep that a step moves on: states and rings."""
-    return [tensor for memory in memories if isinstance(memory, LayerState) for tensor in memory]
+    of_layers = [tensor for memory in memories if isinstance(memory, LayerState) for tensor in memory]
+    modules = [each for memory in memories if isinstance(memory, ModulesMemory) for each in memory.modules]
+    return of_layers + [tensor for inputs, tensors in modules for tensor in (inputs, *tensors)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -41,6 +43,41 @@ class RowState:
         num_inputs = conv_entries(self.kernel_size, max_drafts, block_size if has_snapshots else 0)
         inputs = num_inputs * self.conv_dim * dtype_bytes
         return self.checkpoint_bytes(state_bytes) + ring_entries(block_size, max_drafts) * entry + inputs
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor of a cache of transformers, of one row."""
+
+    kind: str  # the field of the cache's layer
+    index: int  # in that field
+    shape: tuple[int, ...]
+    dtype: str  # a torch dtype's name; empty: that of activations
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """What a module of transformers keeps of a row: its part of transformers' cache, and a ring of its inputs."""
+
+    name: str  # of the module, in its layer
+    width: int  # elements of a token's input
+    tensors: tuple[StateTensor, ...]
+    takes_several: bool  # whether several tokens at once can follow a state
+
+    def bytes_per_row(self, block_size: int, max_drafts: int, dtype_bytes: int, state_bytes: Mapping[str, int]) -> int:
+        """Return what a row takes: its checkpoint and its ring; see `RowState.bytes_per_row`.
+
+        Args:
+            block_size: See there.
+            max_drafts: See there.
+            dtype_bytes: See there.
+            state_bytes: By a dtype's name.
+        """
+        kept = sum(
+            math.prod(each.shape) * (max(dtype_bytes, state_bytes[each.dtype]) if each.dtype else dtype_bytes)
+            for each in self.tensors
+        )
+        return kept + ring_entries(block_size, max_drafts) * self.width * dtype_bytes
 
 
 def ring_entries(block_size: int, max_drafts: int) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
+from raypp.models.attention_config import ModulesConfig
 from raypp.models.config import ModelConfig
 from raypp.models.registry import resolve_config_path
 from raypp.models.sizes import layer_sizes, parameter_counts
@@ -408,6 +409,8 @@ def describe_layers(model: ModelConfig) -> str:
     parts = [f"{model.num_layers} layers by transformers' modules"]
     windows = Counter(attention.window for attention in model.attending if attention.window is not None)
     parts += [f"{count} with a window of {window} tokens" for window, count in windows.items()]
+    num_states = sum(isinstance(each, ModulesConfig) and any(each.modules) for each in model.attention)
+    parts += [f"{num_states} with a state per request"] if num_states else []
     for what, has in (
         ("sinks", any(attention.has_sinks for attention in model.attending)),
         ("capped scores", any(attention.soft_cap is not None for attention in model.attending)),

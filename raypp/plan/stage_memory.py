@@ -63,6 +63,7 @@ class BlockMix:
         step_tokens: Of one step.
         tokens_ahead: That steps in flight may write of a row.
         usual_length: Tokens of a request.
+        most_blocks: Of the first group, where a stage's blocks take no memory: its layers have windows, or states.
     """
 
     windows: tuple[int | None, ...]
@@ -71,6 +72,7 @@ class BlockMix:
     step_tokens: int
     tokens_ahead: int
     usual_length: int
+    most_blocks: int = _MOST_BLOCKS
 
     @property
     def usual_blocks(self) -> int:
@@ -106,8 +108,8 @@ class BlockMix:
         low, high = 0, 1
         while taken(high) <= num_bytes:
             low, high = high, 2 * high
-            if high > _MOST_BLOCKS:  # a stage whose layers all have windows, or states
-                return _MOST_BLOCKS
+            if high > self.most_blocks:
+                return self.most_blocks
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if taken(middle) <= num_bytes else (low, middle)
@@ -238,6 +240,8 @@ def block_mix(config: EngineConfig, model: ModelConfig) -> BlockMix:
     """Return how many KV blocks the groups of a model's layers get beside each other."""
     longest = config.model.max_model_len or model.max_position_embeddings
     most_steps = config.scheduler.max_steps_per_cohort or STEPS_PER_COHORT + 1
+    needed = config.scheduler.max_num_seqs * -(-longest // config.cache.block_size)
+    of_prefixes = max(2 * needed + 1, config.cache.num_kv_blocks or 0)
     return BlockMix(
         windows=model.windows,
         block_size=config.cache.block_size,
@@ -245,6 +249,7 @@ def block_mix(config: EngineConfig, model: ModelConfig) -> BlockMix:
         step_tokens=config.scheduler.max_num_batched_tokens,
         tokens_ahead=(most_steps + 1) * (1 + config.speculative.max_drafts),
         usual_length=min(longest, _USUAL_LENGTH),
+        most_blocks=_MOST_BLOCKS if model.attending else of_prefixes,
     )
 
 
@@ -519,7 +524,7 @@ def plan_cpu_kv(config: EngineConfig, memory: Sequence[StageMemory], num_blocks:
     """
     num_bytes, row_bytes = config.cache.cpu_kv_bytes, max(stage.row_bytes for stage in memory)
     num_shares = 2 if row_bytes else 1
-    share, most = num_bytes // num_shares, max(stage.kv(num_blocks) for stage in memory)
+    share, most = num_bytes // num_shares, max(1, *(stage.kv(num_blocks) for stage in memory))
     kept = CpuKv(tuple(share * count // most for count in num_blocks), share // row_bytes if row_bytes else 0)
     if num_bytes and not (all(kept.num_blocks) and (kept.num_snapshots or not row_bytes)):
         largest = num_shares * max(row_bytes, *(sum(stage.block_bytes) for stage in memory))
@@ -534,13 +539,13 @@ def plan_cpu_kv(config: EngineConfig, memory: Sequence[StageMemory], num_blocks:
 
 def num_staged_blocks(config: EngineConfig, block_bytes: Sequence[Sequence[int]]) -> int:
     """Return the blocks of each group that every stage copies at a time; 0 without any in CPU memory."""
-    largest = max(map(sum, block_bytes))
+    largest = max(1, *map(sum, block_bytes))
     return min(config.cache.cpu_kv_bytes // largest, max(1, _STAGED_BYTES // largest))
 
 
 def max_copied_blocks(block_bytes: Sequence[Sequence[int]]) -> int:
     """Return the most blocks that a plan brings back while others run."""
-    return max(1, _BYTES_PER_PLAN // max(map(max, block_bytes)))
+    return max(1, _BYTES_PER_PLAN // max(1, *map(max, block_bytes)))
 
 
 def check_cpu_memory(config: EngineConfig, hardware: Hardware, cpu_kv_bytes: Sequence[int]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from raypp.models.attention_config import GatedDeltaConfig, ModulesConfig
 from raypp.models.checkpoint_names import PICKLED_FILE, has_safetensors
 from raypp.models.config import ModelConfig
 from raypp.models.decoder import DecoderModel, HeadSupport, compile_layers
@@ -16,8 +17,7 @@ from raypp.models.registry import build_model
 from raypp.models.weights import PickledWeights, WeightReader, WeightSource, open_weights, warn_of_unread
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice
 from raypp.ops.kv_cache import allocate_layer_cache
-from raypp.ops.row_state import LayerMemory, allocate_layer_state
-from raypp.ops.state_sizes import RowState
+from raypp.ops.row_state import LayerMemory, ModulesMemory, allocate_layer_state, allocate_module_memory
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage import Stage
 from raypp.stage.stage_model import StageModel
@@ -164,15 +164,21 @@ def allocate_kv_caches(spec: StageSpec, config: ModelConfig) -> list[LayerMemory
     """Return what the stage's layers keep, all zeros."""
     device, kept = torch.device(spec.device), list[LayerMemory]()
     of_layers = config.attention[spec.start_layer : spec.end_layer]
+    sizes = (spec.max_num_seqs + spec.num_snapshots, spec.block_size, spec.max_drafts)
+    dtype, has_snapshots = getattr(torch, spec.dtype), spec.num_snapshots > 0
     for group, layer in zip(spec.layer_groups, of_layers, strict=True):
-        cache = layer.cache
-        if isinstance(cache, RowState):
-            sizes = (spec.max_num_seqs + spec.num_snapshots, spec.block_size, spec.max_drafts)
-            dtype, has_snapshots = getattr(torch, spec.dtype), spec.num_snapshots > 0
-            kept.append(allocate_layer_state(cache, *sizes, dtype, device, has_snapshots=has_snapshots))
+        if isinstance(layer, GatedDeltaConfig):
+            kept.append(allocate_layer_state(layer.cache, *sizes, dtype, device, has_snapshots=has_snapshots))
             continue
-        assert group is not None
-        dims = (cache.num_kv_heads, cache.k_dim, cache.v_dim)
-        of_group = (spec.groups[group].num_blocks, spec.block_size, *dims)
-        kept.append(allocate_layer_cache(*of_group, getattr(torch, spec.kv_dtype), device))
+        cache = None
+        if layer.attention is not None and group is not None:
+            keeps = layer.attention.cache
+            of_group = (spec.groups[group].num_blocks, spec.block_size, keeps.num_kv_heads, keeps.k_dim, keeps.v_dim)
+            cache = allocate_layer_cache(*of_group, getattr(torch, spec.kv_dtype), device)
+        if isinstance(layer, ModulesConfig):
+            modules = [allocate_module_memory(each, *sizes, dtype, device) for each in layer.modules]
+            kept.append(ModulesMemory(cache, tuple(modules)))
+        else:
+            assert cache is not None
+            kept.append(cache)
     return kept

@@ -18,7 +18,7 @@ import torch
 
 from raypp.graphs.graph_manager import CudaGraphManager, graph_maker
 from raypp.messages import Int32s, MaskUpdate, StateCopies, StepForm, StepPlan, Unrecorded, unpack
-from raypp.ops.row_state import Checkpoints, LayerMemory
+from raypp.ops.row_state import Checkpoints, LayerMemory, moved_on
 from raypp.ops.row_tokens import RowTokens
 from raypp.row_params import Needs
 from raypp.stage.cpu_kv import open_cpu_kv
@@ -110,7 +110,7 @@ class Stage:
         speculation = None if self._end is None else self._end.speculation
         of_head = [] if speculation is None else speculation.head_kv_caches
         self._checkpoints: Checkpoints | None = None
-        if None in spec.layer_groups:
+        if moved_on(kv_caches):
             num_rows = spec.max_num_seqs + spec.num_snapshots
             self._checkpoints = Checkpoints(num_rows, spec.block_size, device, kv_caches)
         of_rows = [] if self._checkpoints is None else self._checkpoints.tables

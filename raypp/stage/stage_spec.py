@@ -64,7 +64,7 @@ class StageSpec:
     vocab_size: int
     block_size: int
     groups: tuple[BlockGroup, ...]  # layers that keep the same tokens, and their KV blocks
-    layer_groups: tuple[int | None, ...]  # of each layer of the stage; None: it has a state per row instead
+    layer_groups: tuple[int | None, ...]  # of each layer of the stage; None: it keeps no KV
     num_snapshots: int = 0  # of rows' states
     num_cpu_snapshots: int = 0  # that there is room for in CPU memory besides
     num_staged_blocks: int = 1  # that a GPU holds on their way there or back at a time

@@ -39,11 +39,38 @@ SIZES: dict[str, Any] = {
     "v_head_dim": 16,
     "global_head_dim": 16,
     "vocab_size_per_layer_input": 257,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "n_mamba_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_head_dim": 16,
+    "mamba_headdim": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_d_ssm": 128,
+    "mamba_dt_rank": 8,
+    "mamba_chunk_size": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "qk_head_dim": 24,
+    "num_experts_per_token": 2,
+    "shared_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "router_hidden_size": 16,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
 """What fields of a configuration become, where it has them."""
+_OF_STATE_SPACES = {"state_size": 16, "num_heads": 8, "time_step_rank": 8}
+"""The same, where it has the first: others mean other things by these names."""
 _OPTIONAL = ("sliding_window", "q_lora_rank")
 _MATRIX_STD, _VECTOR_STD = 0.15, 0.5  # large enough that texts vary
 
@@ -64,6 +91,8 @@ def shrunken_config(config: Any, *, num_layers: int | None = None, **values: Any
         for name, size in SIZES.items()
         if hasattr(config, name) and (name not in _OPTIONAL or getattr(config, name) is not None)
     }
+    if hasattr(config, "state_size"):
+        chosen |= {name: size for name, size in _OF_STATE_SPACES.items() if hasattr(config, name)}
     if "kv_lora_rank" in chosen:  # keys are rotated apart from the rest, for each head
         chosen |= {"num_key_value_heads": 4} | ({"head_dim": 8} if "head_dim" in chosen else {})
     elif getattr(config, "num_key_value_heads", None) == getattr(config, "num_attention_heads", None):
@@ -83,6 +112,8 @@ def _of_layers(config: Any, num_layers: int) -> dict[str, Any]:
     """Return the fields that have a value by layer, for fewer layers."""
     found: dict[str, Any] = {"num_hidden_layers": num_layers}
     for name, value in vars(config).items():
+        if isinstance(getattr(type(config), name, None), property):  # another field says it
+            continue
         if isinstance(value, dict) and value and all(isinstance(key, int) for key in value):
             found[name] = {key: of_layer for key, of_layer in value.items() if key < num_layers}
         elif isinstance(value, list) and len(value) == config.num_hidden_layers:
@@ -108,9 +139,9 @@ def save_random_model(config: Any, directory: Path, *, seed: int = 0, code: Path
             config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=code is not None
         )
         for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
+            if parameter.ndim > 1 and parameter.shape[1] > 1:
                 torch.nn.init.normal_(parameter, std=_MATRIX_STD)
-            elif "norm" not in name:
+            elif "norm" not in name:  # vectors, and convolutions of a channel each
                 torch.nn.init.normal_(parameter, std=_VECTOR_STD)
     model.save_pretrained(directory)
     for file in [] if code is None else code.glob("*.py"):

@@ -41,6 +41,13 @@ TYPES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 64},
     "deepseek_v3": {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64, "head_dim": 16},
 }
+OF_STATES: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
+    "nemotron_h": {"head_dim": 64},
+    "qwen3_next": {"head_dim": 64},
+    "falcon_h1": {"head_dim": 64},
+    "mamba2": {},
+}
 IS_DRY = "dry_report" in sys.modules  # a dry run's numbers mean nothing
 
 
@@ -80,6 +87,18 @@ def generate(path: Path, mode: str, **more: Any) -> list[list[int]]:
 def test_tokens_are_transformers(model_type: str, mode: str, tmp_path: Path) -> None:
     path = make_shrunken(model_type, tmp_path, **TYPES[model_type])
     assert_likely(path, generate(path, mode), f"{model_type}, {mode}", MOST_LOST)
+
+
+@pytest.mark.skipif(IS_DRY, reason="where checkpoints stand is computed by kernels")
+@pytest.mark.parametrize("model_type", OF_STATES)
+def test_states_of_rows_are_kept_by_eager_steps(model_type: str, tmp_path: Path) -> None:
+    path = make_shrunken(model_type, tmp_path, **OF_STATES[model_type])
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    engine = LocalEngine(plan(path, "auto", enable_prefix_caching=True, speculative=drafts))
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    outputs = [list(tokens) for tokens in engine.generate(prompts(), params)]
+    assert engine.stats().num_prefix_hit_tokens
+    assert_likely(path, outputs, model_type, MOST_LOST)
 
 
 @pytest.mark.parametrize("mode", ["none", "full_and_piecewise"])

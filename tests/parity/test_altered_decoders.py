@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from shrunken_models import make_shrunken
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3 import modeling_qwen3
 
 from raypp.models import config as config_module
@@ -195,6 +197,21 @@ ALTERED: dict[str, tuple[Patch, str]] = {
 }
 
 
+def mean_so_far(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(1) / torch.ones_like(x).cumsum(1)
+
+
+CONVOLUTIONS: dict[str, tuple[Change, str]] = {
+    "inputs changed": (lambda run, x, **given: run(x.tanh(), **given), EQUAL),
+    "outputs gated by inputs": (lambda run, x, **given: run(x, **given) * x.sigmoid(), EQUAL),
+    "two runs": (lambda run, x, **given: run(x, **given) - run(x.flip(2)), ON_ONE_STAGE),  # the second has no cache
+    "a mean outside of the cache": (lambda run, x, **given: run(x + mean_so_far(x), **given), ON_ONE_STAGE),
+    "the token before, outside of the cache": (lambda run, x, **given: run(x, **given) + before(x), ON_ONE_STAGE),
+    "two outputs": (lambda run, x, **given: (run(x, **given), x), AT_PLAN),
+}
+"""LFM2's short convolutions with one change each: what they keep elsewhere than in transformers' cache is lost."""
+
+
 def outcome(path: Path) -> str:
     """Return what a start says of a model."""
     if "error" in answer(path):
@@ -216,3 +233,26 @@ def test_altered_decoders_are_equal_or_refused(name: str, tmp_path: Path, monkey
     assert outcome(path) == expected
     if expected == EQUAL:
         assert first_difference(path, [1, 2, 1]) is None
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_altered_states_are_equal_or_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alter, expected = CONVOLUTIONS[name]
+    forward = modeling_lfm2.Lfm2ShortConv.forward
+
+    def altered(module: Any, hidden_states: torch.Tensor, **given: Any) -> Any:
+        return alter(partial(forward, module), hidden_states, **given)
+
+    def altered_layer(module: Any, hidden_states: torch.Tensor, **given: Any) -> Any:
+        if module.is_attention_layer:
+            return whole(module, hidden_states, **given)
+        mixed = module.conv(module.operator_norm(hidden_states), past_key_values=given.get("past_key_values"))
+        return hidden_states + (mixed[0] if isinstance(mixed, tuple) else mixed)
+
+    whole = modeling_lfm2.Lfm2DecoderLayer.forward
+    monkeypatch.setattr(config_module, "asked", lambda _, path, **options: answer(path, **options))
+    layers = {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
+    path = make_shrunken("lfm2", tmp_path, **layers)
+    monkeypatch.setattr(modeling_lfm2.Lfm2ShortConv, "forward", altered)
+    monkeypatch.setattr(modeling_lfm2.Lfm2DecoderLayer, "forward", altered_layer)
+    assert outcome(path) == expected

@@ -42,12 +42,30 @@ IN_CI = {
     "deepseek_v3": {},  # keys and values of several sizes out of latents
     "ernie4_5": {},
     "hunyuan_v1_dense": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},  # short convolutions
 }
+STATES = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "falcon_h1": {},
+    "falcon_mamba": {},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "mamba": {},
+    "mamba2": {},
+    "nemotron_h": {},
+    "olmo_hybrid": {},
+    "qwen3_5_moe_text": {},
+    "qwen3_5_text": {},
+    "qwen3_next": {},
+}
+"""Types in the long tests whose layers keep states of rows."""
 [_LISTED] = re.findall(r"^\| (cohere2,.*) \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 LISTED_IN_CI, IN_SOAK = (names.split(", ") for names in _LISTED)
 TYPES = [
     *(pytest.param(name, values, id=name) for name, values in IN_CI.items()),
-    *(pytest.param(name, {}, id=name, marks=pytest.mark.full) for name in IN_SOAK),
+    *(pytest.param(name, STATES.get(name, {}), id=name, marks=pytest.mark.full) for name in IN_SOAK),
 ]
 RUNS = (
     {"num_stages": 1},
@@ -72,6 +90,7 @@ def _asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_page_names_the_types_that_are_tried() -> None:
     assert sorted(IN_CI) == LISTED_IN_CI
+    assert set(STATES) <= set(IN_SOAK)
 
 
 @pytest.mark.parametrize(("model_type", "values"), TYPES)

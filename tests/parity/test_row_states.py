@@ -41,6 +41,8 @@ RATES = (0.0, 0.3, 0.7, 1.0)
 GROUPS = sized(1, 40)
 """Of schedules: of five in CI, of 200 in soak."""
 NUM_DEATHS = 3
+IMPLS = ("raypp", pytest.param("transformers", marks=pytest.mark.full))
+"""Whose layers: those of transformers keep inputs of whole modules."""
 
 
 def _plan(path, seed: int, **more: object) -> EnginePlan:
@@ -163,8 +165,9 @@ def undisturbed(model: str) -> list[Answer]:
     return engines.answer(requests_of_all_kinds())
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("group", range(GROUPS))
-def test_texts_stay_whatever_happens(group, model, undisturbed, monkeypatch):
+def test_texts_stay_whatever_happens(group, impl, model, undisturbed, monkeypatch):
     """Random stages, blocks, chunks and drafts; masks come late, requests end early, engines die and others go on."""
     texts = [answer.asked.prompt.tolist() + answer.token_ids for answer in undisturbed]
     comparison, met = Comparison(model), Counter[str]()
@@ -183,6 +186,7 @@ def test_texts_stay_whatever_happens(group, model, undisturbed, monkeypatch):
             ngram = {"method": "ngram", "num_speculative_tokens": num_drafts}
             lives.append(
                 {
+                    "model_impl": impl,
                     "num_stages": rng.randint(1, 4),
                     "block_size": block_size,
                     "max_num_batched_tokens": rng.choice([32, 40, 64]),
@@ -213,17 +217,19 @@ def test_texts_stay_whatever_happens(group, model, undisturbed, monkeypatch):
         assert met[what], f"{what} was never met"
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
     "family", [STATE_FAMILIES[0], *(pytest.param(f, marks=pytest.mark.full) for f in STATE_FAMILIES[1:])]
 )
-def test_prompts_begin_with_snapshots(family, tmp_path):
+def test_prompts_begin_with_snapshots(family, impl, tmp_path):
     """Turns, shared system prompts and prompts that part at each place within blocks; few snapshots and many."""
     comparison, met = ExactComparison(), Counter()
     for seed in SEEDS:
         rng = random.Random(seed)
         path = make_checkpoint(family, seed, tmp_path / str(seed), min_layers=4)
         speculative = {"method": "ngram", "num_speculative_tokens": (1, 3, 7)[seed % 3]} if seed % 2 else {}
-        plan = _plan(path, seed, num_state_snapshots=(16, 2)[seed % 2], min_prefill_chunk_tokens=1, **speculative)
+        few = {"num_state_snapshots": (16, 2)[seed % 2], "min_prefill_chunk_tokens": 1}
+        plan = _plan(path, seed, model_impl=impl, **few, **speculative)
         engine, size = LocalEngine(plan), plan.config.cache.block_size
         vocab_size = plan.model.vocab_size
         system = [rng.randrange(vocab_size) for _ in range(3 * size + rng.randrange(size))]

@@ -19,7 +19,7 @@ from raypp.plan.tried_cut import require_tried
 @pytest.fixture
 def plan() -> EnginePlan:
     plan = plan_engine(EngineConfig.from_flat("tiny", num_stages=2), Hardware(1))
-    measured = (MeasuredLayer(num_parameters=1, mlp_width=1),) * plan.model.num_layers
+    measured = (MeasuredLayer(num_parameters=1, mlp_width=1, num_outputs=None),) * plan.model.num_layers
     return replace(plan, model=replace(plan.model, architecture="transformers:XForCausalLM", measured=measured))
 
 
