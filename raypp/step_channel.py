@@ -94,8 +94,9 @@ class DriverChannel:
     """The driver's end.
 
     Args:
-        stage_addresses: One per stage, to bind; `tcp://host:*` takes a free port.
+        stage_addresses: One per process of a stage, to bind; `tcp://host:*` takes a free port.
         result_address: To bind, likewise.
+        num_members: Processes of each stage, which follow each other.
         send_timeout_s: How long a stage's queue may stay full. The queue holds more than all steps in flight, so a full
             one means a stage that is gone or frozen.
         encrypted: Let in only stages that bring `server_key`. Set it wherever others can reach an address.
@@ -110,6 +111,7 @@ class DriverChannel:
         stage_addresses: Sequence[str],
         result_address: str,
         *,
+        num_members: int = 1,
         send_timeout_s: float = 2.0,
         encrypted: bool = False,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
@@ -119,6 +121,7 @@ class DriverChannel:
         """What a stage must bring to be let in; None: the channel is not encrypted."""
         own_context = zmq.Context() if context is None else None
         self._send_timeout_s = send_timeout_s
+        self._num_members = num_members
         self._sockets: list[zmq.Socket[bytes]] = []
         self._plan_sockets: list[zmq.Socket[bytes]] = []
         self._close_sockets = close_with_owner(self, self._sockets, own_context)
@@ -163,8 +166,8 @@ class DriverChannel:
                 )
 
     def send_masks(self, masks: bytes) -> None:
-        """Send a packed MaskUpdate to the last stage. It is dropped when the queue is full: later ones replace it."""
-        _offer(self._plan_sockets[-1], _HEADER.pack(_Kind.MASKS, _ALL_STAGES) + masks)
+        """Send a packed MaskUpdate to the last stage's first member. A full queue drops it: later ones replace it."""
+        _offer(self._plan_sockets[-self._num_members], _HEADER.pack(_Kind.MASKS, _ALL_STAGES) + masks)
 
     def send_stop(self) -> None:
         """Tell every stage to stop. Does not wait: a stage whose queue is full has to be killed anyway."""

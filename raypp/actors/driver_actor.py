@@ -24,6 +24,7 @@ from raypp.errors import EngineDeadError
 from raypp.grammar.grammar_threads import GrammarThreads
 from raypp.plan.engine_plan import EnginePlan
 from raypp.scheduler.scheduler import Scheduler
+from raypp.stage.failure import name_process
 from raypp.step_channel import DriverChannel
 from raypp.supervision.supervisor import StartTimes
 from raypp.tracing import DRIVER_LANE, Lane, Tracer
@@ -102,7 +103,8 @@ class DriverActor:
         client_address = f"ipc://{self._meeting_place}/clients"
         self._clients = open_client_socket(self._context, client_address)
 
-        channel = self._open_step_channel(num_stages)
+        num_members = self._plan.num_members
+        channel = self._open_step_channel(num_stages * num_members)
         if self._encoders is not None:
             self._encoders.load()  # while the stages load
         grammars = GrammarThreads(self._plan.vocabulary_source())  # at the same time
@@ -117,11 +119,14 @@ class DriverActor:
         times = StartTimes(weights_s=loaded_s - begun_s, links_and_graphs_s=time.monotonic() - loaded_s)
         failures = FailureReports()
         health = StageHealth(
-            num_stages, step_timeout_s=faults.step_timeout_s, silence_timeout_s=faults.silence_timeout_s
+            num_stages,
+            num_members,
+            step_timeout_s=faults.step_timeout_s,
+            silence_timeout_s=faults.silence_timeout_s,
         )
         predictor = self._plan.step_predictor()
-        self._pipeline = ChannelPipeline(channel, health, failures, predictor)
-        self._pipeline.activity.note_graphs([of_stage.describe() for of_stage in graphs])
+        self._pipeline = ChannelPipeline(channel, health, failures, predictor, num_members)
+        self._pipeline.activity.note_graphs([of_stage.describe() for of_stage in graphs[::num_members]])
         scheduler = Scheduler(self._plan.scheduler_limits(), self._plan.draft_policy(), predictor)
         self._server = DriverServer(
             Engine(
@@ -190,19 +195,20 @@ class DriverActor:
             self._server.fail(EngineDeadError("all encoders of images have died", got=reason), Witness.DEATH)
 
     def _lanes(self) -> list[Lane]:
-        stages = enumerate(self._stages.traces())
+        stages, members = enumerate(self._stages.traces()), self._plan.num_members
         return [
             Lane(DRIVER_LANE, self._tracer.events()),
-            *(Lane(f"stage {index}", events) for index, events in stages if events is not None),
+            *(Lane(name_process(index, members)[0], events) for index, events in stages if events is not None),
         ]
 
-    def _open_step_channel(self, num_stages: int) -> DriverChannel:
+    def _open_step_channel(self, num_processes: int) -> DriverChannel:
+        options: dict[str, Any] = {"num_members": self._plan.num_members, "context": self._context}
         if self._placement.is_on_one_node:
             folder = f"ipc://{self._meeting_place}"
-            addresses = [f"{folder}/stage-{index}" for index in range(num_stages)]
-            return DriverChannel(addresses, f"{folder}/results", context=self._context)
+            addresses = [f"{folder}/stage-{index}" for index in range(num_processes)]
+            return DriverChannel(addresses, f"{folder}/results", **options)
         anywhere = f"tcp://{self._placement.host_of(self._placement.driver_node_id)}:*"
-        return DriverChannel([anywhere] * num_stages, anywhere, encrypted=True, context=self._context)
+        return DriverChannel([anywhere] * num_processes, anywhere, encrypted=True, **options)
 
     def _forget_meeting_place(self) -> None:
         """Remove the socket files: everyone is connected."""

@@ -249,7 +249,7 @@ def tune_engine(
         context_len = context_len or default_context_len(plan, num_rows)
         if min(num_rows, context_len) < 1:
             raise ConfigError("nothing can be measured", got=f"{num_rows} rows of {context_len} tokens")
-        resources = plan.stage_resources()
+        resources = plan.member_resources()
         check_capacity(alive_nodes(), [resources], "pack")
         measure: Any = measure_costs  # Ray's types know no keywords
         task = ray.remote(measure).options(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), max_retries=0)

@@ -25,6 +25,7 @@ from raypp.actors.processes import ActorProcess, StoppedProcesses, end_here, end
 from raypp.actors.stage_pool import StagePool
 from raypp.errors import EngineDeadError, RayppError, StageDiedError
 from raypp.plan.engine_plan import EnginePlan
+from raypp.stage.failure import name_process
 from raypp.supervision.supervisor import StartTimes
 from raypp.tracing import write_chrome_trace
 
@@ -258,7 +259,8 @@ class EngineLife:
         }
         for index, of_stage in stages.items():
             if of_stage == process:
-                raise StageDiedError(f"stage {index} is frozen while it starts", stage_index=index, **said)
+                name, stage_index = name_process(index, self._plan.num_members)
+                raise StageDiedError(f"{name} is frozen while it starts", stage_index=stage_index, **said)
         raise EngineDeadError("the driver is frozen while it starts", **said)
 
     def _end_actors(self, *, in_order: bool) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from raypp.stage.step_sizes import StageGraphs, StepSizes
     from raypp.step_channel import StageChannel
     from raypp.transport.link_choice import StagePlace
+    from raypp.transport.open import StageMembers
     from raypp.transport.rendezvous import Rendezvous, RendezvousServer
 
 
@@ -69,6 +70,7 @@ class StageActor:
         self._rendezvous: RendezvousServer | None = None
         self._process: ActorProcess | None = None
         self._model: StageModel | None = None
+        self._members: StageMembers | None = None
         self._connected: tuple[Stage, StageChannel] | None = None  # until it is closed
         self._has_failed = False  # by itself, or in the middle of something
         self._is_leaving = threading.Event()
@@ -86,9 +88,10 @@ class StageActor:
         return self._process
 
     def prepare(self, own_host: str) -> Rendezvous | None:
-        """Load the model, once; return, on the first of several stages, where they all meet."""
+        """Load the model, once; return, on the first of several processes, where they all meet."""
         with collector_paused():
             from raypp.stage import build_stage
+            from raypp.transport.open import make_members
             from raypp.transport.rendezvous import RendezvousServer
 
         if self._share is not None and self._factory is None and self._model is None:
@@ -101,9 +104,11 @@ class StageActor:
                 self._spec = replace(self._spec, draft_head=replace(self._spec.draft_head, path=path))
         build_stage.configure_torch(self._spec.num_threads, self._spec.device)
         if self._model is None:
+            spec = self._spec
+            self._members = make_members(spec.stage_index, spec.rank, spec.num_members)
             with self._working():
-                self._model = build_stage.build_stage_model(self._spec, self._config, self._factory)
-        if self._spec.is_first and self._spec.num_stages > 1:
+                self._model = build_stage.build_stage_model(spec, self._config, self._factory, self._members)
+        if self._spec.is_first and self._spec.rank == 0 and self._spec.num_stages * self._spec.num_members > 1:
             self._rendezvous = RendezvousServer(own_host)
             return self._rendezvous.address
         return None
@@ -148,16 +153,17 @@ class StageActor:
                 rendezvous=rendezvous,
                 own_host=own_host,
                 open_timeout_s=timeout_s,
+                members=self._members,
             )
             self._device = torch.device(self._spec.device)
             self._items_in = ItemReceiver(self._device, CudaDevice)
             if self._rendezvous is not None:
                 self._rendezvous.close()
             channel = StageChannel(
-                self._spec.stage_index,
+                self._spec.process_index,
                 plan_address,
                 result_address,
-                num_stages=self._spec.num_stages,
+                num_stages=self._spec.num_stages * self._spec.num_members,
                 server_key=server_key,
             )
             self._connected = stage, channel

@@ -17,7 +17,7 @@ from raypp.actors.processes import ActorProcess
 from raypp.driver.stage_health import BLAME_S, FailureReports, Witness
 from raypp.errors import DeadlineError, RayppError, StageDiedError
 from raypp.plan.engine_plan import EnginePlan
-from raypp.stage.failure import name_failure
+from raypp.stage.failure import name_failure, name_process
 from raypp.stage.step_sizes import StageGraphs, StepSizes
 from raypp.tracing import TraceEvent
 
@@ -29,8 +29,9 @@ class StageGroup:
     """All stage actors of an engine."""
 
     def __init__(self, plan: EnginePlan, placement: Placement, actors: Sequence[Any]) -> None:
-        """Take over the actors, by stage index; their owner ends them."""
+        """Take over the actors of the stages' members, in order; their owner ends them."""
         self._placement = placement
+        self._num_members = plan.num_members
         self._last_trace_s = plan.config.faults.close_timeout_s * _LAST_TRACE_SHARE
         self._start_timeout_s = plan.config.faults.start_timeout_s  # of which a deadline here is the rest
         self._actors = list(actors)
@@ -122,7 +123,8 @@ class StageGroup:
             self._watcher.join()
 
     def _hosts(self) -> list[str]:
-        return [self._placement.host_of(place.node_id) for place in self._placement.stages]
+        places = self._placement.stages
+        return [self._placement.host_of(place.node_id) for place in places for _ in range(self._num_members)]
 
     def _gather(self, refs: Sequence[Any], doing: str, deadline: Deadline) -> list[Any]:
         """Return what all stages answered, or raise the error of the stage that is the cause."""
@@ -131,14 +133,14 @@ class StageGroup:
             timeout_s = deadline.remaining_s if failures.best is None else BLAME_S
             ended, waiting = ray.wait(waiting, num_returns=1, timeout=timeout_s)
             for ref in ended:
-                if (failure := _failure_of(refs.index(ref), ref, doing)) is not None:
+                if (failure := self._failure_of(refs.index(ref), ref, doing)) is not None:
                     failures.add(*failure)
             if (error := failures.verdict()) is not None:
                 raise error
             if not ended and failures.best is None:
-                late = ", ".join(str(refs.index(ref)) for ref in waiting)
+                late = ", ".join(name_process(refs.index(ref), self._num_members)[0] for ref in waiting)
                 raise DeadlineError(
-                    f"stage {late} took too long {doing}",
+                    f"{late} took too long {doing}",
                     expected=f"all stages ready within start_timeout_s={self._start_timeout_s:g}",
                     hint="raise start_timeout_s if starting really takes that long",
                 )
@@ -146,30 +148,29 @@ class StageGroup:
             raise failures.best
         return list(ray.get(list(refs)))
 
+    def _failure_of(self, index: int, ref: Any, doing: str) -> tuple[RayppError, Witness] | None:
+        """Return the error of a call that has ended, and how well it is known; None when it ended well."""
+        name, stage_index = name_process(index, self._num_members)
+        try:
+            ray.get(ref)
+        except ray.exceptions.RayTaskError as failure:
+            cause = failure.cause
+            named, is_cause = name_failure(stage_index, cause)
+            # While it starts, an error keeps its class: a model that cannot be read is the user's affair, not a death.
+            error = cause if isinstance(cause, RayppError) else named
+            return error, Witness.OWN_FAILURE if is_cause else Witness.NEIGHBOUR
+        except ray.exceptions.RayError as death:
+            return StageDiedError(f"{name} died {doing}", stage_index=stage_index, got=in_short(death)), Witness.DEATH
+        return None
+
     def _watch(self, on_failure: Callable[[RayppError, Witness], None]) -> None:
         running = list(self._runs)
         while running and not self._is_ending.is_set():
             ended, running = ray.wait(running, num_returns=1, timeout=_WATCH_S)
             for ref in ended:
-                failure = _failure_of(self._runs.index(ref), ref, "running")
+                failure = self._failure_of(self._runs.index(ref), ref, "running")
                 if failure is not None and not self._is_ending.is_set():
                     on_failure(*failure)
-
-
-def _failure_of(stage_index: int, ref: Any, doing: str) -> tuple[RayppError, Witness] | None:
-    """Return the error of a call that has ended, and how well it is known; None when it ended well."""
-    try:
-        ray.get(ref)
-    except ray.exceptions.RayTaskError as failure:
-        cause = failure.cause
-        named, is_cause = name_failure(stage_index, cause)
-        # While it starts, an error keeps its class: a model that cannot be read is the user's affair, not a death.
-        error = cause if isinstance(cause, RayppError) else named
-        return error, Witness.OWN_FAILURE if is_cause else Witness.NEIGHBOUR
-    except ray.exceptions.RayError as death:
-        died = StageDiedError(f"stage {stage_index} died {doing}", stage_index=stage_index, got=in_short(death))
-        return died, Witness.DEATH
-    return None
 
 
 def _value_of(ref: Any) -> Any:

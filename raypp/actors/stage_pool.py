@@ -60,13 +60,13 @@ class StagePool:
 
     @property
     def actors(self) -> list[Any]:
-        """The stage actors, by index."""
+        """The actors of the stages' members, those of a stage one after the other."""
         return [pooled.actor for pooled in self._pooled]
 
     @property
     def processes(self) -> dict[int, ActorProcess]:
-        """Those that are known, by stage index."""
-        return {pooled.spec.stage_index: pooled.process for pooled in self._pooled if pooled.process is not None}
+        """Those that are known, by the member's index among all."""
+        return {pooled.spec.process_index: pooled.process for pooled in self._pooled if pooled.process is not None}
 
     def placement_of(self, bundles: Sequence[Mapping[str, float]]) -> Placement | None:
         """Return where the engine ran, if it can run there again; else give the place up."""
@@ -84,18 +84,19 @@ class StagePool:
 
     def make(self, plan: EnginePlan) -> None:
         """Make the actors that lack; their processes start. Does not wait for them."""
-        placement, standing_by = self._placement, {pooled.spec.stage_index: pooled for pooled in self._pooled}
+        placement, standing_by = self._placement, {pooled.spec.process_index: pooled for pooled in self._pooled}
         assert placement is not None
-        wanted = [(plan.stage_spec(index), place) for index, place in enumerate(placement.stages)]
+        wanted = [(spec, placement.stages[spec.stage_index]) for spec in plan.stage_specs()]
         kept = {
-            spec.stage_index: standing_by.pop(spec.stage_index)
+            spec.process_index: standing_by.pop(spec.process_index)
             for spec, place in wanted
-            if (found := standing_by.get(spec.stage_index)) is not None and (found.spec, found.place) == (spec, place)
+            if (found := standing_by.get(spec.process_index)) is not None and (found.spec, found.place) == (spec, place)
         }
         _end(standing_by.values(), _END_S)  # their memory is needed
         self.num_kept = len(kept)
         self._pooled = [
-            kept.get(spec.stage_index) or _Pooled(_make_actor(plan, placement, place, spec, self._factory), spec, place)
+            kept.get(spec.process_index)
+            or _Pooled(_make_actor(plan, placement, place, spec, self._factory), spec, place)
             for spec, place in wanted
         ]
 
@@ -160,9 +161,10 @@ def _make_actor(
 ) -> Any:
     # run, trace, to stand by, one to spare, and what encoders bring
     max_concurrency = 4 + plan.encoders.num_encoders
-    options = placement.options_of(place, plan.stage_resources(), max_concurrency=max_concurrency)
+    options = placement.options_of(place, plan.member_resources(), max_concurrency=max_concurrency)
     # Under a name with the stage's index, which `ps` and Ray's tools show.
-    named = type(f"{StageActor.__name__}{spec.stage_index}", (StageActor,), {})
+    rank = f"_{spec.rank}" if spec.num_members > 1 else ""
+    named = type(f"{StageActor.__name__}{spec.stage_index}{rank}", (StageActor,), {})
     return ray.remote(named).options(**options).remote(spec, plan.model, factory, _node_share(plan, placement, place))
 
 
@@ -171,6 +173,6 @@ def _node_share(plan: EnginePlan, placement: Placement, place: BundlePlace) -> N
     if placement.is_on_one_node:
         return None
     parallel = plan.config.parallel
-    neighbours = sum(other.node_id == place.node_id for other in placement.stages)
+    neighbours = plan.num_members * sum(other.node_id == place.node_id for other in placement.stages)
     model = plan.config.model
     return NodeShare(model.model, model.revision, neighbours if parallel.stage_num_threads is None else None)

@@ -34,9 +34,11 @@ class ChannelPipeline:
         health: StageHealth,
         failures: FailureReports,
         predictor: StepPredictor,
+        num_members: int = 1,
     ) -> None:
-        """Take over the channel; `predictor` learns how long steps take."""
+        """Take over the channel; `predictor` learns how long steps take, from each stage's first member."""
         self._channel = channel
+        self._num_members = num_members
         self._health = health
         self._failures = failures
         self.activity = StageActivity(predictor)
@@ -75,8 +77,9 @@ class ChannelPipeline:
                     self.activity.note_collected()
                 case Heartbeat(stage_index=stage_index, step_id=step_id, report=report):
                     self._health.heard(stage_index, step_id)
-                    if report is not None:
-                        self.activity.note_report(stage_index, report)
+                    stage, rank = divmod(stage_index, self._num_members)
+                    if report is not None and rank == 0:
+                        self.activity.note_report(stage, report)
                 case StageError(description=description):
                     error, is_cause = read_failure(description)
                     self._failures.add(error, Witness.OWN_FAILURE if is_cause else Witness.NEIGHBOUR)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from raypp.errors import RayppError, StageDiedError
 from raypp.messages import NO_STEP, Bools, Int32s, StageReport, StepPlan, Unrecorded
 from raypp.scheduler.step_budget import StageTimes, StepPredictor, StepWork, amounts, step_ms, step_work
+from raypp.stage.failure import name_process
 
 _MAX_SPANS = 2048  # per stage
 _MAX_STEPS = 4096
@@ -186,6 +187,7 @@ class StageHealth:
     def __init__(
         self,
         num_stages: int,
+        num_members: int = 1,
         *,
         step_timeout_s: float,
         silence_timeout_s: float,
@@ -195,6 +197,7 @@ class StageHealth:
 
         Args:
             num_stages: P.
+            num_members: Of each stage; where there are several, each is watched.
             step_timeout_s: See above.
             silence_timeout_s: See above.
             clock: Seconds; by default an `AwakeClock`.
@@ -202,8 +205,9 @@ class StageHealth:
         self._step_timeout_s = step_timeout_s
         self._silence_timeout_s = silence_timeout_s
         self._clock = clock or AwakeClock()
-        self._heard_s = [self._clock()] * num_stages
-        self._last_step_ids = [NO_STEP] * num_stages
+        self._num_members = num_members
+        self._heard_s = [self._clock()] * (num_stages * num_members)
+        self._last_step_ids = [NO_STEP] * (num_stages * num_members)
         self._progress_s = self._clock()
 
     def heard(self, stage_index: int, step_id: int) -> None:
@@ -226,25 +230,27 @@ class StageHealth:
         """
         silent_s = self.silent_s()
         if max(silent_s) > self._silence_timeout_s:
-            stage_index = silent_s.index(max(silent_s))
+            index = silent_s.index(max(silent_s))
+            name, stage_index = name_process(index, self._num_members)
             return StageDiedError(
-                f"stage {stage_index} is frozen: nothing has been heard of it",
+                f"{name} is frozen: nothing has been heard of it",
                 stage_index=stage_index,
-                got=f"no sign of it for {silent_s[stage_index]:.1f} s",
+                got=f"no sign of it for {silent_s[index]:.1f} s",
                 expected=f"a heartbeat within {self._silence_timeout_s:g} s",
                 hint="its process is stopped or starved, or its machine cannot be reached",
-                silent_s=silent_s[stage_index],
+                silent_s=silent_s[index],
             )
         if not is_busy:
             self._progress_s = self._clock()
         stalled_s = self._clock() - self._progress_s
         if stalled_s <= self._step_timeout_s:
             return None
-        stage_index = self._slowest(silent_s)
+        index = self._slowest(silent_s)
+        name, stage_index = name_process(index, self._num_members)
         return StageDiedError(
-            f"stage {stage_index} is frozen: steps are in flight and none has ended",
+            f"{name} is frozen: steps are in flight and none has ended",
             stage_index=stage_index,
-            got=f"no progress for {stalled_s:.1f} s, no sign of the stage for {silent_s[stage_index]:.1f} s",
+            got=f"no progress for {stalled_s:.1f} s, no sign of it for {silent_s[index]:.1f} s",
             expected=f"progress within step_timeout_s={self._step_timeout_s:g}",
             hint="raise step_timeout_s if steps of this model really take that long",
             silent_s=stalled_s,

@@ -27,10 +27,9 @@ from raypp.models.vision_config import TOWER_PREFIX
 from raypp.models.weights import Member, Span, WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.backend import KernelSet, LMHead, Projection
-from raypp.ops.member_kernels import with_members
+from raypp.ops.member_kernels import Members, with_members
 from raypp.ops.row_state import LayerMemory
 from raypp.ops.weight import Weight
-from raypp.transport.members import Members
 
 if TYPE_CHECKING:
     from raypp.graphs.compiled import CompiledFunction

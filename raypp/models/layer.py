@@ -20,7 +20,7 @@ from raypp.errors import ModelLoadError
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig
 from raypp.models.config import ExpertConfig, ModelConfig
 from raypp.models.rope_config import RopeConfig
-from raypp.models.weights import Index, Member, Span, WeightReader, WeightSource
+from raypp.models.weights import Index, Member, Size, Span, WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Rotation
 from raypp.ops.backend import KernelSet, Routing
 from raypp.ops.kv_cache import LayerCache
@@ -170,9 +170,8 @@ class GatedDeltaMixer:
             inputs = weights.weight(("in_proj_qkvz",), (member.part(mixed + gates),), hidden).sorted_outputs(orders[0])
             numbers = weights.weight(("in_proj_ba",), (member.part(both),), hidden).sorted_outputs(orders[1])
         else:
-            parts, heads = (mixed,), member.part(delta.num_v_heads)
-            if member.count > 1:
-                parts = _conv_parts(delta, member)
+            heads = member.part(delta.num_v_heads)
+            parts: tuple[Size, ...] = _conv_parts(delta, member) if member.count > 1 else (mixed,)
             modules = ("in_proj_qkv",) * len(parts) + ("in_proj_z",)
             inputs = weights.weight(modules, (*parts, member.part(gates)), hidden)
             numbers = weights.weight(("in_proj_b", "in_proj_a"), (heads, heads), hidden)

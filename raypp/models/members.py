@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raypp.errors import ConfigError
-from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer
+from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer, ModulesConfig
 from raypp.models.config import ModelConfig
 
 _MOST = 64
@@ -51,6 +51,7 @@ def of_one_member(config: ModelConfig, count: int) -> ModelConfig:
 
 
 def _mixer(layer: LayerMixer, count: int) -> LayerMixer:
+    assert not isinstance(layer, ModulesConfig), "of transformers' modules"
     if isinstance(layer, GatedDeltaConfig):
         return replace(layer, num_k_heads=layer.num_k_heads // count, num_v_heads=layer.num_v_heads // count)
     return replace(
@@ -69,7 +70,7 @@ def _obstacle(config: ModelConfig, count: int) -> str | None:
             if layer.num_kv_heads % count and count % layer.num_kv_heads:
                 return f"{layer.num_kv_heads} KV heads"
             sizes["heads"] = layer.num_heads
-        else:
+        elif isinstance(layer, GatedDeltaConfig):
             sizes["heads of keys with a state"] = layer.num_k_heads
     if experts is None or experts.dense_layers:
         sizes["dimensions of the MLP"] = config.intermediate_size

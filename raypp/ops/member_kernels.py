@@ -4,18 +4,51 @@
     inputs are a part     add_linear, experts                   sum over the members, then the residual
     the LM head           logits of the member's tokens         all members' side by side
 
-Everything else is by head, or alike on all members, and is that of the device's kernel set.
+Everything else is by head, or alike on all members, and is that of the device's kernel set. All members call the same
+operations in the same order. Sums are in the order of ranks, so their bits are the same on all members.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, Protocol, cast
 
 import torch
 
 from raypp.ops.backend import AddedProjection, Experts, KernelSet, LMHead, Routing
 from raypp.ops.weight import Weight
-from raypp.transport.members import Members
+
+
+class Members(Protocol):
+    """The members of one stage, from one of them."""
+
+    rank: int
+    count: int
+
+    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+        """Replace a tensor by the sum of all members' tensors, and return it.
+
+        Raises:
+            DeadlineError: another member did not come in time.
+            StageDiedError: another member is gone.
+            EngineDeadError: `abort` was called.
+        """
+
+    def joined(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the columns of all members side by side, [N, count * C]. Shapes: x [N, C]. Raises as `sum_`."""
+
+    def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the tensor of host memory, int32 [n], that the first member makes. Raises as `sum_`.
+
+        Args:
+            make: Called on the first member alone.
+        """
+
+    def abort(self) -> None:
+        """End all waits with an error, from any thread. The members cannot meet again."""
+
+    def close(self) -> None:
+        """Release everything."""
 
 
 def with_members(kernels: KernelSet, members: Members | None, vocab_size: int) -> KernelSet:

@@ -116,7 +116,11 @@ class EnginePlan(EngineLayout):
         )
 
     def stage_resources(self) -> dict[str, float]:
-        """Return what a stage asks Ray for."""
+        """Return what a stage asks Ray for: its members are on one node."""
+        return {name: amount * self.num_members for name, amount in self.member_resources().items()}
+
+    def member_resources(self) -> dict[str, float]:
+        """Return what one member of a stage asks Ray for."""
         parallel = self.config.parallel
         resources = {"CPU": parallel.stage_num_cpus}
         if self.device == "cuda":

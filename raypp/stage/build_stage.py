@@ -17,14 +17,14 @@ from raypp.models.registry import build_model
 from raypp.models.weights import PickledWeights, WeightReader, WeightSource, open_weights, warn_of_unread
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice
 from raypp.ops.kv_cache import allocate_layer_cache
+from raypp.ops.member_kernels import Members
 from raypp.ops.row_state import LayerMemory, ModulesMemory, allocate_layer_state, allocate_module_memory
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage import Stage
 from raypp.stage.stage_model import StageModel
 from raypp.stage.stage_spec import DraftHeadSpec, StageSpec
 from raypp.tracing import Tracer
-from raypp.transport.members import Members
-from raypp.transport.open import open_stage_links
+from raypp.transport.open import StageMembers, open_members, open_stage_links
 from raypp.transport.rendezvous import Rendezvous
 
 StageFactory = Callable[[StageSpec, ModelConfig], StageModel]
@@ -128,6 +128,7 @@ def build_stage(
     rendezvous: Rendezvous | None,
     own_host: str,
     open_timeout_s: float,
+    members: StageMembers | None = None,
 ) -> Stage:
     """Return the stage, linked to its neighbours; waits for them.
 
@@ -139,11 +140,16 @@ def build_stage(
         rendezvous: Where the stages meet; None for a single one.
         own_host: An address of this node that the neighbours can reach.
         open_timeout_s: How long the stages may take to meet.
+        members: Of the stage, if it has several; they meet here.
 
     Raises:
         ConfigError: a neighbour expects other tensors.
         DeadlineError: a neighbour does not come.
     """
+    if members is not None:
+        assert rendezvous is not None
+        timeouts = {"open_timeout_s": open_timeout_s, "deadline_s": spec.link_timeout_s}
+        open_members(members, spec.stage_index, rendezvous, own_host=own_host, **timeouts)
     schemas = StageSchemas.of(spec, model.hidden_size)
     links = open_stage_links(
         spec.transport,
@@ -156,8 +162,10 @@ def build_stage(
         open_timeout_s=open_timeout_s,
         deadline_s=spec.link_timeout_s,
         device=torch.device(spec.device),
+        rank=spec.rank,
+        num_members=spec.num_members,
     )
-    return Stage(spec, model, allocate_kv_caches(spec, config), links, schemas, tracer)
+    return Stage(spec, model, allocate_kv_caches(spec, config), links, schemas, tracer, members=members)
 
 
 def allocate_kv_caches(spec: StageSpec, config: ModelConfig) -> list[LayerMemory]:

@@ -12,6 +12,17 @@ from raypp.client_messages import error_from_dict, error_to_dict
 from raypp.errors import DeadlineError, EngineDeadError, RayppError, StageDiedError
 
 
+def name_process(index: int, num_members: int) -> tuple[str, int]:
+    """Return what a process of the stages is called, and its stage's index.
+
+    Args:
+        index: Of the process: the members of a stage follow each other.
+        num_members: Of each stage.
+    """
+    stage_index, rank = divmod(index, num_members)
+    return (f"stage {stage_index}" if num_members == 1 else f"member {rank} of stage {stage_index}"), stage_index
+
+
 def name_failure(stage_index: int, error: BaseException) -> tuple[EngineDeadError, bool]:
     """Return what the error of a stage means for the engine, and whether that stage is the cause."""
     # A neighbour that is gone or does not answer, or a silent driver, is noticed by a stage that is well itself.

@@ -20,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.messages import NO_STEP, Int32s, Int64s, MaskMoment, MaskUpdate
+from raypp.ops.member_kernels import Members
 from raypp.ops.sample.tables import FREE, PositionMasks, StepMasks
 from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_batch import StepBatch
 from raypp.starting_rows import StartingRows
-from raypp.transport.members import Members
 
 _MAX_LAYOUTS = 64
 _LOOK_AGAIN_S = 0.0002

@@ -18,6 +18,7 @@ import torch
 
 from raypp.graphs.graph_manager import CudaGraphManager, graph_maker
 from raypp.messages import Int32s, MaskUpdate, StateCopies, StepForm, StepPlan, Unrecorded, unpack
+from raypp.ops.member_kernels import Members
 from raypp.ops.row_state import Checkpoints, LayerMemory, moved_on
 from raypp.ops.row_tokens import RowTokens
 from raypp.row_params import Needs
@@ -40,7 +41,6 @@ from raypp.stage.step_sizes import StageGraphs, StepPadding, StepSize, StepSizes
 from raypp.starting_rows import StartingRows
 from raypp.tracing import HOST, Tracer, now_ns
 from raypp.transport.edges import StageLinks
-from raypp.transport.members import Members
 
 
 class Stage:
@@ -222,7 +222,7 @@ class Stage:
         self._tracer.record(HOST, plan.step_id, began, now_ns())
         if self._cpu_kv is not None:
             self._cpu_kv.after_step(plan)
-        return result
+        return result if self._members is None or self._members.rank == 0 else None
 
     def _copy_states(self, sources: Int32s, targets: Int32s) -> None:
         """Copy states of rows; snapshots are the rows behind those of requests. A stage without states has none."""

@@ -85,6 +85,11 @@ class StageSpec:
         return row_tokens_width(self.ngram_window, self.max_drafts)
 
     @property
+    def process_index(self) -> int:
+        """Of all members of all stages, those of a stage one after the other."""
+        return self.stage_index * self.num_members + self.rank
+
+    @property
     def is_first(self) -> bool:
         """Whether the stage embeds tokens."""
         return self.stage_index == 0

@@ -27,6 +27,7 @@ from raypp.messages import Int32s, MaskUpdate, StepPlan, StepResult, pack, unpac
 from raypp.models.config import ModelConfig
 from raypp.models.registry import build_encoder
 from raypp.models.weights import open_weights
+from raypp.ops.member_kernels import Members
 from raypp.ops.row_state import LayerMemory
 from raypp.plan.engine_plan import EnginePlan
 from raypp.prompt_items import EncoderItem, PromptItems
@@ -38,13 +39,12 @@ from raypp.stage.loop import SteppedStage
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage import Stage
 from raypp.stage.stage_spec import StageSpec
-from raypp.stage.step_result import PendingResult
 from raypp.stage.step_items import ItemStore
+from raypp.stage.step_result import PendingResult
 from raypp.stage.step_sizes import StepSizes
 from raypp.tracing import Tracer
 from raypp.transport.edges import OpenEdge
 from raypp.transport.ipc.cuda_device import CudaDevice
-from raypp.transport.members import Members
 from raypp.transport.open import open_local_links, open_local_members
 from raypp.types import SamplingParams
 
@@ -298,7 +298,8 @@ class MemberThreads:
                 member.abort()
                 raise
 
-        return list(self._threads.map(step, self._members))[0]
+        results = list(self._threads.map(step, self._members))
+        return results[0]
 
     def catch_up(self) -> bool:
         """Return whether all have."""
@@ -310,7 +311,9 @@ def build_local_pipeline(
 ) -> LocalPipeline:
     """Return all stages of a plan, joined by local links; see `build_local_stages`."""
     by_rank = [[local.stage for local in column] for column in build_members(plan, factory, make_graphs)]
-    return LocalPipeline(by_rank[0] if len(by_rank) == 1 else [MemberThreads(each) for each in zip(*by_rank)])
+    return LocalPipeline(
+        by_rank[0] if len(by_rank) == 1 else [MemberThreads(of_stage) for of_stage in zip(*by_rank, strict=True)]
+    )
 
 
 class LocalEngine:

@@ -30,7 +30,7 @@ from raypp.stage.stage import Stage
 from raypp.step_channel import DriverChannel, StageChannel
 from raypp.supervision.supervised_engine import SupervisedEngine
 from raypp.supervision.supervisor import StartTimes
-from raypp.testing.local_engine import LocalEncoder, build_local_stages
+from raypp.testing.local_engine import LocalEncoder, build_members
 from raypp.tracing import DRIVER_LANE, Tracer
 from raypp.transport.edges import OpenEdge
 
@@ -55,15 +55,19 @@ class ThreadedLife:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.client_address = f"ipc://{self._meeting_place}/clients"
         self._clients = open_client_socket(self._context, self.client_address)
-        num_stages, faults = len(plan.stages), plan.config.faults
-        addresses = [f"ipc://{self._meeting_place}/stage-{index}" for index in range(num_stages)]
-        channel = DriverChannel(addresses, f"ipc://{self._meeting_place}/results", context=self._context)
+        num_stages, num_members, faults = len(plan.stages), plan.num_members, plan.config.faults
+        addresses = [f"ipc://{self._meeting_place}/stage-{index}" for index in range(num_stages * num_members)]
+        results = f"ipc://{self._meeting_place}/results"
+        channel = DriverChannel(addresses, results, num_members=num_members, context=self._context)
         health = StageHealth(
-            num_stages, step_timeout_s=faults.step_timeout_s, silence_timeout_s=faults.silence_timeout_s
+            num_stages,
+            num_members,
+            step_timeout_s=faults.step_timeout_s,
+            silence_timeout_s=faults.silence_timeout_s,
         )
         failures = FailureReports()
         predictor = plan.step_predictor()
-        self._pipeline = ChannelPipeline(channel, health, failures, predictor)
+        self._pipeline = ChannelPipeline(channel, health, failures, predictor, num_members)
         self.scheduler = Scheduler(plan.scheduler_limits(), plan.draft_policy(), predictor)
         """To look at once the engine is closed."""
         self._stages: list[Stage] = []
@@ -119,26 +123,27 @@ class ThreadedLife:
         """Return what the stages' threads run, and the encoder, which works in the driver's thread."""
         plan, num_stages = self._plan, len(self._plan.stages)
         tracers = [Tracer(f"stage {index}", enabled=False) for index in range(num_stages)]
-        stages = self._stages = [
-            local.stage
-            for local in build_local_stages(
-                [plan.stage_spec(index) for index in range(num_stages)],
-                plan.model,
-                factory,
-                deadline_s=plan.config.faults.step_timeout_s,
-                open_edge=self._open_edge,
-                tracers=tracers,
-            )
-        ]
-        self._pipeline.activity.note_graphs([stage.graphs.describe() for stage in stages])
+        deadline_s = plan.config.faults.step_timeout_s
+        by_rank = build_members(
+            plan,
+            factory,
+            member_deadline_s=deadline_s,
+            deadline_s=deadline_s,
+            open_edge=self._open_edge,
+            tracers=tracers,
+        )
+        stages = self._stages = [member.stage for of_stage in zip(*by_rank, strict=True) for member in of_stage]
+        graphs = [stage.graphs.describe() for stage in stages[:: plan.num_members]]
+        self._pipeline.activity.note_graphs(graphs)
 
         def loop(index: int) -> Callable[[], None]:
-            address = driver.stage_addresses[index]
-            channel = StageChannel(index, address, driver.result_address, num_stages=num_stages)
-            return lambda: _run_stage(plan, index, stages[index], channel, tracers[index], self._is_leaving)
+            address, stage_index = driver.stage_addresses[index], index // plan.num_members
+            channel = StageChannel(index, address, driver.result_address, num_stages=len(stages))
+            tracer = tracers[stage_index] if index % plan.num_members == 0 else Tracer("member", enabled=False)
+            return lambda: _run_stage(plan, stage_index, stages[index], channel, tracer, self._is_leaving)
 
         encoder = LocalEncoder(plan, stages[0].items) if plan.encoders.num_encoders else None
-        return [loop(index) for index in range(num_stages)], encoder
+        return [loop(index) for index in range(len(stages))], encoder
 
     def _make_server(self, health: StageHealth, failures: FailureReports, encoder: LocalEncoder | None) -> DriverServer:
         config = self._plan.config
@@ -228,7 +233,11 @@ class ThreadedEngine(SupervisedEngine[ThreadedLife]):
 
     def processes(self) -> dict[str, Any]:
         """Return this process's id, for the driver and for every stage."""
-        return {"driver": os.getpid(), "stages": [os.getpid()] * len(self._plan.stages), "encoders": []}
+        return {
+            "driver": os.getpid(),
+            "stages": [os.getpid()] * len(self._plan.stages) * self._plan.num_members,
+            "encoders": [],
+        }
 
     def encoder_actors(self) -> list[Any]:
         """Return nothing: there are no actors."""

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 open_local_members = thread_members
+StageMembers = GlooMembers
 
 
 def open_stage_links(
@@ -97,16 +98,16 @@ def open_stage_links(
         for each in sorted(set(kinds.values())):
             ends.update(opener.open(each, [edge for edge in edges if kinds[edge.name] == each], opened))
         meeting.tell(f"opened/{stage_index}", "")
-        if stage_index == 0:
-            others = range(num_members) if rank == 0 else (rank,)
-            for of_rank in (Meeting(rendezvous, meeting.remaining_s, f"rank {other}/") for other in others):
+        if stage_index == 0 and rank == 0:
+            for other in range(num_members):
+                of_rank = Meeting(rendezvous, meeting.remaining_s, f"rank {other}/")
                 of_rank.await_all((f"opened/{index}", index) for index in range(num_stages))
         opened.pop_all()
     return StageLinks.of(stage_index, ends)
 
 
 def open_members(
-    members: GlooMembers,
+    members: StageMembers,
     stage_index: int,
     rendezvous: Rendezvous,
     *,
@@ -135,7 +136,7 @@ def open_members(
         meeting.await_all((f"opened/{rank}", stage_index) for rank in range(members.count))
 
 
-def make_members(stage_index: int, rank: int, count: int) -> GlooMembers | None:
+def make_members(stage_index: int, rank: int, count: int) -> StageMembers | None:
     """Return the members of a stage as one of them sees them, for `open_members`; None where there is one."""
     return GlooMembers(stage_index, rank, count) if count > 1 else None
 

@@ -1,6 +1,6 @@
 """The members of a stage on CPUs: as processes, over gloo, or as threads of one process, for tests.
 
-See `raypp.transport.members.Members`.
+See `raypp.ops.member_kernels.Members`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,17 @@ from torch._C._distributed_c10d import Store, Work  # torch.distributed has them
 
 from raypp.errors import DeadlineError, EngineDeadError, RayppError, StageDiedError
 from raypp.transport.host.gloo import GlooDevice
-from raypp.transport.members import in_order
 
 logger = logging.getLogger(__name__)
 _NEVER_SENT = 1 << 20  # a tag
+
+
+def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of tensors, in their order."""
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total
 
 
 class _Table:
