@@ -76,8 +76,8 @@ def estimated_costs(
     num_rows: int = DECODE_ROWS,
     num_prompt_tokens: float = 0,
     num_verified: float = 0,
-    num_proposed: int = 0,
-    drafting_bytes: int = 0,
+    num_proposed: float = 0,
+    drafting_bytes: float = 0,
 ) -> StepCosts:
     """Return the costs of a decode step.
 

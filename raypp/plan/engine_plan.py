@@ -272,7 +272,8 @@ class EnginePlan(EngineLayout):
         is_last = stage.stage_index == len(self.stages) - 1
         head_bytes = lm_head_bytes(self.model, dtype_bytes) if is_last else 0
         if is_last and self.draft_head is not None:
-            head_bytes += self.draft_head.config.drafting_bytes(self.config.speculative.max_drafts, dtype_bytes)
+            drafting = self.draft_head.config.drafting_bytes(self.config.speculative.max_drafts, dtype_bytes)
+            head_bytes += int(drafting)
         sizes = layer_sizes(self.held_model, dtype_bytes)[stage.start_layer : stage.end_layer]
         return total_reads([WeightReads(head_bytes), *(size.reads for size in sizes)])
 
