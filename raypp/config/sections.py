@@ -155,10 +155,10 @@ class SchedulerSection(Section):
     recurrent states, fewer if memory lacks room for the states of so many; `num_kv_blocks` keeps the number."""
     max_num_batched_tokens: int = Field(default=2048, ge=1)
     """Tokens that one step may compute."""
-    min_prefill_chunk_tokens: int = Field(default=512, ge=1)
+    min_prefill_chunk_tokens: int | None = Field(default=None, ge=1)
     """A prompt is not cut into smaller chunks than this, unless the step is full; with several stages a step takes a
     multiple of it. Beside decode rows several stages take what there is time for, in chunks of an eighth of it or
-    more."""
+    more. None: 512, and more on GPUs for models with recurrent states, whose prompts the host starts layer by layer."""
     max_steps_per_cohort: int | None = Field(default=None, ge=2, le=4)
     """Decode steps of a cohort that may be in flight at a time; with prompts about, 2. None: 2, but 3 on GPUs where a
     step of the model is so short that the driver's next plan would come late, without speculation."""

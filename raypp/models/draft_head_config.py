@@ -89,7 +89,7 @@ class DraftHeadConfig:
         rounded = sum(product.rounded_bytes for product in products) if self.has_8_bit_weights else 0
         return elements * dtype_bytes + rounded
 
-    def drafting_bytes(self, num_drafts: int, dtype_bytes: int) -> int:
+    def drafting_bytes(self, num_drafts: float, dtype_bytes: int) -> float:
         """Return the bytes of weights that are read to propose so many drafts, for up to 64 rows."""
         if self.kind == "mtp":
             per_draft = layer_sizes(self.layer, dtype_bytes)[0].reads.of(1) + self._joining_bytes(dtype_bytes)

@@ -11,14 +11,15 @@ computes besides make layers slower, and not the LM head: docs/design/0195-layer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from raypp.models.attention_config import AttentionConfig, LayerMixer
+from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import LayerSize, kv_bytes_per_token, layer_sizes, lm_head_bytes
-from raypp.scheduler.step_budget import RooflineCost, StageTimes
+from raypp.scheduler.step_budget import RooflineCost, StageTimes, StepWork, amounts, step_ms
 
 FREE_STEP_TOKENS = {"cuda": 184, "cpu": 12}
 """Tokens that take as long to compute as to read what they are multiplied by, by device: measured, see
@@ -30,6 +31,9 @@ _GPU_BYTES_PER_MS = 4.3e9  # what an H200 reads in long stretches
 _GPU_LAYER_MS = 0.035  # of a decode layer beyond reading its weights, 8 to 64 rows
 _GPU_HEAD_MS = 0.05  # of norm, LM head, choosing tokens and writing what is fed back, 8 to 64 rows
 _GPU_DRAFT_MS = 0.007  # of either, for every draft that each row verifies besides its token, 8 to 32 rows
+_GPU_SCAN_MS = 2.7  # of a host that starts a gated delta net's scan of a chunk, per layer
+_CHUNK_TOKENS = 512
+_MOST_CHUNKS = 8
 _GPU_PROPOSAL_MS = 0.076  # of a draft by a head beyond reading its weights, 8 to 32 rows
 
 
@@ -72,8 +76,8 @@ def estimated_costs(
     num_rows: int = DECODE_ROWS,
     num_prompt_tokens: float = 0,
     num_verified: float = 0,
-    num_proposed: int = 0,
-    drafting_bytes: int = 0,
+    num_proposed: float = 0,
+    drafting_bytes: float = 0,
 ) -> StepCosts:
     """Return the costs of a decode step.
 
@@ -194,6 +198,27 @@ def estimated_times(
             times = times._replace(step=times.step + head_ms, logit=times.logit + head_ms / free_tokens)
         found.append(times)
     return found
+
+
+def min_prefill_chunk(model: ModelConfig, times: Sequence[StageTimes], roofline: RooflineCost, *, on_gpu: bool) -> int:
+    """Return the tokens that no chunk of a prompt should fall below: for these a stage computes as long as it starts.
+
+    Args:
+        model: Its layers.
+        times: Of the stages; see `estimated_times`.
+        roofline: How the time of products grows with tokens.
+        on_gpu: Where it runs.
+    """
+    num_states = sum(isinstance(layer, GatedDeltaConfig) for layer in model.attention)
+    if not (on_gpu and num_states):
+        return _CHUNK_TOKENS
+
+    def ms_of(stage: StageTimes, num_tokens: int) -> float:
+        return step_ms(stage, amounts(StepWork(num_prompt_tokens=num_tokens), roofline))
+
+    slowest_ms = max(ms_of(stage, _CHUNK_TOKENS) - ms_of(stage, 0) for stage in times)
+    scans_ms = _GPU_SCAN_MS * num_states / len(times)
+    return _CHUNK_TOKENS * min(_MOST_CHUNKS, max(1, math.ceil(scans_ms / slowest_ms)))
 
 
 def _pair_flops(layer: LayerMixer) -> float:

@@ -22,7 +22,7 @@ from raypp.models.config import ModelConfig
 from raypp.models.generation_config import read_sampling_defaults
 from raypp.models.registry import resolve_model_path
 from raypp.models.sizes import WeightReads, layer_sizes, lm_head_bytes, total_reads
-from raypp.plan.cost_model import estimated_costs, estimated_times
+from raypp.plan.cost_model import estimated_costs, estimated_times, min_prefill_chunk
 from raypp.plan.engine_layout import EngineLayout, lay_out
 from raypp.plan.graph_plan import describe_graphs, graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware
@@ -105,7 +105,7 @@ class EnginePlan(EngineLayout):
             num_cpu_snapshots=self.num_cpu_snapshots,
             snapshot_bytes=sum(stage.row_bytes for stage in self.memory),
             enable_prefix_caching=self.config.cache.enable_prefix_caching,
-            min_prefill_chunk_tokens=self.config.scheduler.min_prefill_chunk_tokens,
+            min_prefill_chunk_tokens=self.min_prefill_chunk_tokens,
             max_itl_ms=self.config.scheduler.max_itl_ms or math.inf,
             max_drafts=self.config.speculative.max_drafts,
             # A head's last guess never enters; the others do, behind the row's end.
@@ -131,6 +131,13 @@ class EnginePlan(EngineLayout):
         """Return what chooses the number of drafts of each step."""
         head = None if self.draft_head is None else self.draft_head.config
         return draft_policy(self.config, self.device, self.held_model, head, self.dtype_bytes)
+
+    @property
+    def min_prefill_chunk_tokens(self) -> int:
+        """Tokens that no chunk of a prompt falls below, unless its step is full."""
+        asked, predictor = self.config.scheduler.min_prefill_chunk_tokens, self.step_predictor()
+        on_gpu = self.device == "cuda"
+        return asked or min_prefill_chunk(self.model, predictor.stages, predictor.roofline, on_gpu=on_gpu)
 
     def step_predictor(self) -> StepPredictor:
         """Return what predicts how long a step takes, at first from estimates."""
@@ -207,6 +214,7 @@ class EnginePlan(EngineLayout):
             **resolved_speculation(self.config, self.ngram_window, self.draft_head),
             max_piecewise_tokens=self.graphs.max_piecewise_tokens or None,
             max_steps_per_cohort=self.max_steps_per_cohort,
+            min_prefill_chunk_tokens=self.min_prefill_chunk_tokens,
             dtype=self.dtype,
             device=self.device,
             max_model_len=self.max_model_len,
@@ -280,7 +288,8 @@ class EnginePlan(EngineLayout):
         is_last = stage.stage_index == len(self.stages) - 1
         head_bytes = lm_head_bytes(self.model, dtype_bytes) if is_last else 0
         if is_last and self.draft_head is not None:
-            head_bytes += self.draft_head.config.drafting_bytes(self.config.speculative.max_drafts, dtype_bytes)
+            drafting = self.draft_head.config.drafting_bytes(self.config.speculative.max_drafts, dtype_bytes)
+            head_bytes += int(drafting)
         sizes = layer_sizes(self.held_model, dtype_bytes)[stage.start_layer : stage.end_layer]
         return total_reads([WeightReads(head_bytes), *(size.reads for size in sizes)])
 

@@ -14,6 +14,7 @@ from raypp.models.config import ModelConfig
 from raypp.models.draft_head_config import DraftHeadConfig
 from raypp.plan.cost_model import DECODE_ROWS, StepCosts, estimated_costs
 from raypp.plan.graph_plan import max_step_rows
+from raypp.scheduler.drafts import SHADOW_SHARE
 
 _ROUNDING = 1e-9  # sums of costs that are equal on paper
 
@@ -36,7 +37,9 @@ def layers_per_stage(
     num_stages, explicit = config.parallel.num_stages, config.parallel.layer_partition
     if explicit is None:
         num_rows = min(DECODE_ROWS, max_step_rows(config))
-        num_proposed = 0 if head is None else config.speculative.max_drafts
+        num_proposed = 0.0 if head is None else float(config.speculative.max_drafts)
+        if config.speculative.num_speculative_tokens is None:
+            num_proposed *= SHADOW_SHARE  # while all stages are busy; one request waits for their sum
         costs = estimated_costs(
             model,
             dtype_bytes,

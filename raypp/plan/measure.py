@@ -183,7 +183,7 @@ def _drafting_bytes(plan: EnginePlan) -> int:
     """Return what a draft head reads for a step."""
     if plan.draft_head is None:
         return 0
-    return plan.draft_head.config.drafting_bytes(plan.config.speculative.max_drafts, plan.dtype_bytes)
+    return int(plan.draft_head.config.drafting_bytes(plan.config.speculative.max_drafts, plan.dtype_bytes))
 
 
 class _Rig:

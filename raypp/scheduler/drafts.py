@@ -29,7 +29,7 @@ _DOUBT = 2.0
 _MIN_GAIN = 1.03
 """K is raised only for this much more speed: estimates are noisy, and so are cost models."""
 
-_SHADOW_SHARE = 1 / 8
+SHADOW_SHARE = 1 / 8
 """The share of steps without drafts that are followed by a proposal, where a proposal costs something."""
 
 
@@ -123,7 +123,8 @@ class AdaptiveDrafts:
             num_cohorts: Cohorts, each with an estimate of its own.
             cost: What a step of so many tokens costs.
             drafting_cost: What proposing costs in addition, in the same unit. Some steps without drafts are followed
-                by a proposal, too.
+                by a proposal, too. Where all cohorts have rows, the stage that proposes is what the others wait for:
+                it has the time of one stage, so it costs them as many times as much as there are cohorts.
         """
         assert ladder[0] == 0
         self._ladder = tuple(ladder)
@@ -145,7 +146,9 @@ class AdaptiveDrafts:
         return record.num_drafts
 
     def _cost_of(self, num_drafts: int, num_rows: int) -> float:
-        share = 1.0 if num_drafts else _SHADOW_SHARE
+        share = 1.0 if num_drafts else SHADOW_SHARE
+        if num_rows > 1:  # rows are spread evenly, so the others have some
+            share *= len(self._acceptance)
         return self._cost(num_rows * (1 + num_drafts)) + share * self._drafting_cost
 
     def note_result(

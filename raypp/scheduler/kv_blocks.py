@@ -27,6 +27,9 @@ from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.request_state import BlockTable, RequestState
 from raypp.scheduler.state_snapshots import StateSnapshots
 
+_WORTH_A_CHUNK = 512
+"""Tokens that prompts share, for which a chunk is cut: those that share them later begin there."""
+
 
 class BlockPool:
     """Reference counts of all blocks but the null block, which nobody owns.
@@ -277,7 +280,8 @@ class KvBlocks:
             if self.snapshots is not None:
                 shared = max(shared, end)
                 end = self.snapshots.longest_prefix(keys[:end])
-        is_worth_a_chunk = (shared - end) * self._block_size >= self._limits.min_prefill_chunk_tokens
+        least = min(_WORTH_A_CHUNK, self._limits.min_prefill_chunk_tokens)
+        is_worth_a_chunk = (shared - end) * self._block_size >= least
         state.num_shared_blocks = shared if is_worth_a_chunk else 0
         firsts = tuple([group.first_seen(end * self._block_size) for group in self.groups])
         blocks = [

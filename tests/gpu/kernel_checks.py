@@ -83,9 +83,9 @@ class Kernels:
         torch.testing.assert_close(got, expected, atol=tolerance * scale, rtol=tolerance)
 
     def assert_errs_little_more(self, got: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor) -> None:
-        """Compare with what 32 bits give: the error may be half as much again as torch's, at its worst place twice.
+        """Compare with what 32 bits give: the error may be twice torch's, at the worst place of millions four times.
 
-        For results that many rounded products make: an element of millions then differs by more than any tolerance.
+        For results of many rounded products; a scan in chunks rounds more of them to 16 bits than torch's recurrence.
         """
         errors = [(each.float() - exact).abs() for each in (got, expected)]
         assert got.isfinite().all()
@@ -93,8 +93,8 @@ class Kernels:
         worst, torchs_worst = (error.max().item() for error in errors)
         floor = TOLERANCE[torch.float32]
         rounding, most = floor * exact.square().mean().sqrt().item(), floor * exact.abs().max().item()
-        assert of_all <= 1.5 * torchs + rounding, f"an error of {of_all:.2e}, where torch's is {torchs:.2e}"
-        assert worst <= 2 * torchs_worst + most, f"an error of {worst:.2e}, where torch's worst is {torchs_worst:.2e}"
+        assert of_all <= 2 * torchs + rounding, f"an error of {of_all:.2e}, where torch's is {torchs:.2e}"
+        assert worst <= 4 * torchs_worst + most, f"an error of {worst:.2e}, where torch's worst is {torchs_worst:.2e}"
 
     def assert_narrowed(
         self, got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, scale: float = 0.0

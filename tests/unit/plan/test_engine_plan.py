@@ -137,6 +137,25 @@ def _gpu_plan(num_gpus: int = 2, **settings) -> EnginePlan:
     return plan_engine(EngineConfig.from_flat("tiny", **settings), hardware)
 
 
+@pytest.mark.parametrize(
+    ("model", "device", "least", "most"),
+    [
+        ("qwen3.6-27b", "cuda", 2048, 4096),
+        ("qwen3.6-35b-a3b-fp8", "cuda", 2048, 4096),
+        ("qwen3.6-27b", "cpu", 512, 512),
+        ("qwen3-8b", "cuda", 512, 512),
+    ],
+)
+def test_chunks_of_models_with_states_compute_as_long_as_their_host_starts_them(model, device, least, most):
+    hardware = Hardware(16, 256 << 30, 2, "GPU", 80 << 30, (9, 0))
+    path = Path(__file__).parents[3] / "benchmarks" / "models" / model
+    settings = {"num_stages": 2, "load_format": "dummy", "device": device, "max_model_len": 4096}
+    config = EngineConfig.from_flat(str(path), **settings, num_kv_blocks=1024, max_num_seqs=4)
+    assert least <= plan_engine(config, hardware).min_prefill_chunk_tokens <= most
+    given = config.with_settings(min_prefill_chunk_tokens=100)
+    assert plan_engine(given, hardware).min_prefill_chunk_tokens == 100
+
+
 def test_gpus_are_used_when_there_are_any():
     plan = _gpu_plan(num_stages=2)
     assert (plan.device, plan.dtype, plan.transport) == ("cuda", "bfloat16", "auto")
