@@ -90,6 +90,8 @@ class StageActor:
     def prepare(self, own_host: str) -> Rendezvous | None:
         """Load the model, once; return, on the first of several processes, where they all meet."""
         with collector_paused():
+            import torch
+
             from raypp.stage import build_stage
             from raypp.transport.open import make_members
             from raypp.transport.rendezvous import RendezvousServer
@@ -105,7 +107,7 @@ class StageActor:
         build_stage.configure_torch(self._spec.num_threads, self._spec.device)
         if self._model is None:
             spec = self._spec
-            self._members = make_members(spec.stage_index, spec.rank, spec.num_members)
+            self._members = make_members(spec.stage_index, spec.rank, spec.num_members, torch.device(spec.device))
             with self._working():
                 self._model = build_stage.build_stage_model(spec, self._config, self._factory, self._members)
         if self._spec.is_first and self._spec.rank == 0 and self._spec.num_stages * self._spec.num_members > 1:

@@ -27,6 +27,7 @@ from raypp.transport.ipc.cuda_device import CudaDevice
 from raypp.transport.ipc.region import IpcRegion
 from raypp.transport.link_choice import StagePlace, resolve_link
 from raypp.transport.nccl.nccl_ends import NcclEdges
+from raypp.transport.nccl.nccl_members import NcclMembers
 from raypp.transport.rendezvous import Meeting, Rendezvous
 from raypp.transport.schema import MessageSpec, check_schemas
 
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 open_local_members = thread_members
-StageMembers = GlooMembers
+StageMembers = GlooMembers | NcclMembers
 
 
 def open_stage_links(
@@ -87,7 +88,7 @@ def open_stage_links(
 
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    meeting = Meeting(rendezvous, open_timeout_s, f"rank {rank}/")
+    meeting = Meeting(rendezvous, open_timeout_s, _prefix(rank, num_members))
     edges = pipeline_edges(num_stages, [spec.slot_bytes for spec in forward], feedback.slot_bytes)
     _agree(meeting, stage_index, edges, forward, feedback)
     kinds = _resolve(meeting, kind, stage_index, edges, StagePlace.here(device))
@@ -100,10 +101,15 @@ def open_stage_links(
         meeting.tell(f"opened/{stage_index}", "")
         if stage_index == 0 and rank == 0:
             for other in range(num_members):
-                of_rank = Meeting(rendezvous, meeting.remaining_s, f"rank {other}/")
+                of_rank = Meeting(rendezvous, meeting.remaining_s, _prefix(other, num_members))
                 of_rank.await_all((f"opened/{index}", index) for index in range(num_stages))
         opened.pop_all()
     return StageLinks.of(stage_index, ends)
+
+
+def _prefix(rank: int, num_members: int) -> str:
+    """Return what the keys of those with a rank begin with, where they meet."""
+    return f"rank {rank}/" if num_members > 1 else ""
 
 
 def open_members(
@@ -129,16 +135,18 @@ def open_members(
         DeadlineError: one did not come.
     """
     meeting = Meeting(rendezvous, open_timeout_s, f"members of {stage_index}/")
-    timeouts = {"open_timeout_s": meeting.remaining_s, "deadline_s": deadline_s}
-    members.open(GlooDevice(own_host), meeting.store, **timeouts)
+    members.open(meeting, own_host=own_host, deadline_s=deadline_s)
     meeting.tell(f"opened/{members.rank}", "")
     if members.rank == 0:
         meeting.await_all((f"opened/{rank}", stage_index) for rank in range(members.count))
 
 
-def make_members(stage_index: int, rank: int, count: int) -> StageMembers | None:
+def make_members(stage_index: int, rank: int, count: int, device: torch.device) -> StageMembers | None:
     """Return the members of a stage as one of them sees them, for `open_members`; None where there is one."""
-    return GlooMembers(stage_index, rank, count) if count > 1 else None
+    if count == 1:
+        return None
+    on_host = GlooMembers(stage_index, rank, count)
+    return on_host if device.type == "cpu" else NcclMembers(on_host, stage_index, device)
 
 
 def open_local_links(

@@ -13,10 +13,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store, Work  # torch.distributed has them without types
+from torch._C._distributed_c10d import Work  # torch.distributed has it without types
 
 from raypp.errors import DeadlineError, EngineDeadError, RayppError, StageDiedError
 from raypp.transport.host.gloo import GlooDevice
+from raypp.transport.rendezvous import Meeting
 
 logger = logging.getLogger(__name__)
 _NEVER_SENT = 1 << 20  # a tag
@@ -107,13 +108,12 @@ class GlooMembers:
         self._deadline_s = 0.0
         self._aborted = threading.Event()
 
-    def open(self, device: GlooDevice, store: Store, *, open_timeout_s: float, deadline_s: float) -> None:
+    def open(self, meeting: Meeting, *, own_host: str, deadline_s: float) -> None:
         """Meet the other members, and wait for them.
 
         Args:
-            device: This process's.
-            store: One that only these members share.
-            open_timeout_s: How long the others may take to come.
+            meeting: Of these members alone.
+            own_host: An address of this node.
             deadline_s: How long an operation may take.
 
         Raises:
@@ -121,13 +121,14 @@ class GlooMembers:
         """
         self._deadline_s = deadline_s
         self._aborted.clear()
+        timeout_s = meeting.remaining_s
         try:
-            self._group = device.connect(store, self.rank, open_timeout_s, self.count)
+            self._group = GlooDevice(own_host).connect(meeting.store, self.rank, timeout_s, self.count)
         except RuntimeError as error:
             raise DeadlineError(
                 f"the members of stage {self._stage_index} did not meet",
                 got=str(error),
-                expected=f"a connection of all {self.count} within {open_timeout_s} s",
+                expected=f"a connection of all {self.count} within {timeout_s:.1f} s",
                 hint="they run on one node, and reach each other over TCP",
             ) from error
 

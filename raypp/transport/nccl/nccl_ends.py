@@ -8,32 +8,28 @@ A send has a stream of its own, because it may have to wait for its receiver. A 
 before its message is there. It is enqueued only when it is waited for: until its message comes it spins on the GPU, and
 takes time from what computes. As with `ipc`, nothing here blocks the host. An end that was aborted raises; the peer's
 end has to be aborted too.
-
-Calls NCCL through nccl4py's bindings: its core layer inspects every tensor again, which takes longer than the transfer.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from raypp.errors import ConfigError, DeadlineError, EngineDeadError, ResourceError, install
+from raypp.errors import DeadlineError
 from raypp.transport.edges import Edge, EdgeEnds, StreamEnd, after_last
 from raypp.transport.gpu_access import CurrentStream
+from raypp.transport.nccl.communicator import Communicator
 from raypp.transport.rendezvous import Meeting
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
 _POLL_S = 0.001
-
-ResultT = TypeVar("ResultT")
 
 
 class NcclChannel:
@@ -52,18 +48,18 @@ class NcclChannel:
     """
 
     def __init__(self, edge: Edge, stage_index: int, device: torch.device, meeting: Meeting) -> None:
-        self._nccl = _import_nccl()
-        self._data_type = int(self._nccl.DataType.Uint8)
         self._name = f"{edge.name} between stages {edge.sender} and {edge.receiver}"
         self._rank = 0 if stage_index == edge.sender else 1
-        self._device = device
         self._current = CurrentStream(device)
         self._last_received_on: torch.cuda.Stream | None = None
         self._stream = torch.cuda.Stream(device)
         self._written = torch.cuda.Event()
         self._sent: list[torch.cuda.Event | None] = [None] * edge.num_slots
-        self._lock = threading.Lock()  # only one thread ends the communicator
-        self._communicator: Any = self._join(edge, meeting)
+        self._communicator = Communicator(
+            self._name, self._rank, 2, first_index=edge.sender, device=device, meeting=meeting
+        )
+        self._nccl = self._communicator.nccl
+        self._data_type = int(self._nccl.DataType.Uint8)
 
     def warm_up(self, slot: torch.Tensor, timeout_s: float) -> None:
         """Send or receive a small and a full message: NCCL connects on the first transfer of a kind.
@@ -104,12 +100,8 @@ class NcclChannel:
         self._transfer(self._nccl.recv, message, stream)
 
     def abort(self) -> None:
-        """End the transfers in progress: their kernels look at a flag that NCCL sets. Returns at once; from any thread.
-
-        Freeing what the communicator holds may wait for the peer, and for kernels of the other edges' communicators
-        (NVIDIA/nccl issue 863, pull request 564). A thread does it, so that all edges can be aborted together.
-        """
-        self._end_communicator(self._nccl.comm_abort, "abort")
+        """End the transfers in progress. Returns at once; from any thread."""
+        self._communicator.abort()
 
     def is_done_within(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` until what this end enqueued is done; return whether it is."""
@@ -125,64 +117,18 @@ class NcclChannel:
 
     def leave(self) -> Future[None] | None:
         """Begin to end the communicator, which waits for the peer to do the same. None when it has ended before."""
-        return self._end_communicator(self._nccl.comm_destroy, "leave")
+        return self._communicator.leave()
 
     def _is_done(self) -> bool:
         received = self._last_received_on is None or self._last_received_on.query()
         return bool(received and self._stream.query())
 
     def _transfer(self, function: Any, message: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        num_bytes, communicator = message.numel(), self._communicator
-        if communicator is None:
-            raise EngineDeadError(f"the link was aborted: {self._name}")
-        if not num_bytes:
-            return  # both ends leave an empty message out
-        try:
-            function(message.data_ptr(), num_bytes, self._data_type, 1 - self._rank, communicator, stream.cuda_stream)
-        except self._nccl.NCCLError as error:
-            raise self._failed("transfer", error) from error
-
-    def _join(self, edge: Edge, meeting: Meeting) -> Any:
-        key = f"nccl {edge.name}"
-        if self._rank == 0:
-            meeting.tell(key, bytes(self._nccl.get_unique_id()).hex())
-        unique_id = bytearray.fromhex(meeting.ask(key, edge.sender))
-
-        def join() -> Any:
-            torch.cuda.set_device(self._device)
-            return self._nccl.comm_init_rank_scalable(2, self._rank, 1, unique_id, 0)
-
-        timeout_s = meeting.remaining_s
-        try:
-            return _in_thread(join, "nccl-init").result(timeout_s)
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"no NCCL connection over {self._name}",
-                got=f"nccl-init did not return within {timeout_s:.1f} s",
-                hint="set NCCL_DEBUG=INFO to see how NCCL tries to connect; NCCL_SOCKET_IFNAME names the interface",
-            ) from error
-        except self._nccl.NCCLError as error:
-            raise self._failed("connect", error) from error
-
-    def _end_communicator(self, function: Any, what: str) -> Future[None] | None:
-        with self._lock:
-            communicator, self._communicator = self._communicator, None
-        if communicator is None:
-            return None
-
-        def end() -> None:
-            torch.cuda.set_device(self._device)
-            try:
-                function(communicator)
-            except self._nccl.NCCLError as error:
-                logger.warning("could not %s the communicator of %s: %s", what, self._name, error)
-
-        return _in_thread(end, f"nccl-{what}")
-
-    def _failed(self, what: str, error: Exception) -> ResourceError:
-        return ResourceError(
-            f"NCCL could not {what} over {self._name}", got=str(error), hint="set NCCL_DEBUG=WARN for its reasons"
-        )
+        num_bytes = message.numel()
+        if num_bytes:  # both ends leave an empty message out
+            self._communicator.call(
+                function, message.data_ptr(), num_bytes, self._data_type, 1 - self._rank, stream=stream
+            )
 
 
 class _NcclEnd(StreamEnd):
@@ -321,25 +267,3 @@ class NcclEdges:
         # The ends know this object: while it knew them, their slots would stay until Python's collector comes.
         self.ends.senders.clear()
         self.ends.receivers.clear()
-
-
-def _in_thread(function: Callable[[], ResultT], name: str) -> Future[ResultT]:
-    """Run a function on a daemon thread of its own, which nothing has to wait for."""
-    future: Future[ResultT] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
-
-
-def _import_nccl() -> Any:
-    try:
-        from nccl.bindings import nccl
-    except ImportError as error:
-        raise ConfigError("nccl links need the package nccl4py", got=str(error), hint=install("gpu")) from error
-    return nccl

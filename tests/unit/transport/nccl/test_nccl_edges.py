@@ -21,7 +21,7 @@ import torch
 
 from raypp.errors import DeadlineError, EngineDeadError, ResourceError
 from raypp.transport.edges import edges_at, pipeline_edges
-from raypp.transport.nccl import nccl_ends
+from raypp.transport.nccl import communicator, nccl_ends
 from raypp.transport.nccl.nccl_ends import NcclEdges
 from raypp.transport.rendezvous import Meeting, RendezvousServer
 
@@ -115,7 +115,7 @@ class FakeNccl:
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     fake = FakeNccl()
-    monkeypatch.setattr(nccl_ends, "_import_nccl", lambda: fake)
+    monkeypatch.setattr(communicator, "import_nccl", lambda: fake)
     monkeypatch.setattr(nccl_ends, "CurrentStream", FakeCurrentStream)
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)

@@ -1,0 +1,113 @@
+"""The members of a stage on GPUs: sums and joined columns by NCCL, on the current stream, so that graphs hold them.
+
+What hosts tell each other goes over another way, see `HostMembers`. NCCL adds an element's parts in one order and hands
+the result to all ranks, so its bits are the same on all members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from raypp.errors import EngineDeadError
+from raypp.transport.gpu_access import CurrentStream
+from raypp.transport.nccl.communicator import Communicator
+from raypp.transport.rendezvous import Meeting
+
+_TYPES = {torch.int32: 2, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+"""As NCCL numbers types (`ncclDataType_t` of nccl.h)."""
+_SUM = 0
+_LEAVE_S = 5.0
+
+
+class HostMembers(Protocol):
+    """What processes of CPUs do."""
+
+    rank: int
+    count: int
+
+    def open(self, meeting: Meeting, *, own_host: str, deadline_s: float) -> None: ...
+    def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor: ...
+    def abort(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class NcclMembers:
+    """One process's; see `raypp.ops.member_kernels.Members`.
+
+    It is made before the members meet, and they may meet again.
+
+    Args:
+        host: The same members, over host memory.
+        stage_index: Theirs.
+        device: Of this process.
+    """
+
+    def __init__(self, host: HostMembers, stage_index: int, device: torch.device) -> None:
+        self.rank, self.count = host.rank, host.count
+        self._host = host
+        self._stage_index = stage_index
+        self._device = device
+        self._communicator: Communicator | None = None
+        self._current: CurrentStream | None = None
+
+    def open(self, meeting: Meeting, *, own_host: str, deadline_s: float) -> None:
+        """Meet the other members, and wait for them.
+
+        Raises:
+            ConfigError, DeadlineError, ResourceError: one did not come, or NCCL cannot join them.
+        """
+        self._host.open(meeting, own_host=own_host, deadline_s=deadline_s)
+        device = self._device
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        name = f"the members of stage {self._stage_index}"
+        self._communicator = Communicator(
+            name, self.rank, self.count, first_index=self._stage_index, device=device, meeting=meeting
+        )
+        self._current = CurrentStream(device)
+
+    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+        """Replace a contiguous tensor by the sum of all members' tensors."""
+        assert x.is_contiguous()
+        if x.numel():
+            address = x.data_ptr()
+            communicator, stream = self._open()
+            sum_all = communicator.nccl.all_reduce
+            communicator.call(sum_all, address, address, x.numel(), _TYPES[x.dtype], _SUM, stream=stream)
+        return x
+
+    def joined(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the columns of all members side by side, [N, count * C]. Shapes: x [N, C]."""
+        x = x.contiguous()
+        parts = x.new_empty(self.count, *x.shape)
+        if x.numel():
+            communicator, stream = self._open()
+            gather, addresses = communicator.nccl.all_gather, (x.data_ptr(), parts.data_ptr())
+            communicator.call(gather, *addresses, x.numel(), _TYPES[x.dtype], stream=stream)
+        return parts.transpose(0, 1).flatten(1)
+
+    def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the tensor of host memory that the first member makes; the hosts wait for it."""
+        return self._host.from_first(make)
+
+    def abort(self) -> None:
+        """End all waits, those of the devices too. From any thread."""
+        self._host.abort()
+        if self._communicator is not None:
+            self._communicator.abort()
+
+    def close(self) -> None:
+        """Leave the others, once what was enqueued is done."""
+        communicator, self._communicator = self._communicator, None
+        leaving = None if communicator is None else communicator.leave()
+        if leaving is not None:
+            leaving.exception(_LEAVE_S)
+        self._host.close()
+
+    def _open(self) -> tuple[Communicator, Any]:
+        if self._communicator is None or self._current is None:
+            raise EngineDeadError(f"the members of stage {self._stage_index} have left")
+        return self._communicator, self._current.get()
