@@ -30,7 +30,6 @@ _NOT_CHOSEN = InPlace(None, "leave it out: each device has its own kernels")
 _COMPILERS = InPlace(None, "leave it out: schemas have two compilers, which are both used")
 _BY_RAY = InPlace(None, "leave it out: Ray knows the nodes of its cluster")
 _ALWAYS_CHUNKED = InPlace(None, "leave it out: prompts are always computed in chunks, `max_num_batched_tokens` a step")
-_NO_TENSOR_PARALLELISM = InPlace("parallel.num_stages", "it splits by layers; raypp has no tensor parallelism")
 _REPLICAS = InPlace("http.num_replicas", "several engines share the requests")
 _EAGER = InPlace("graphs.mode", "with none, there are no CUDA graphs")
 _MODEL = InPlace(None, "name the model without an option: raypp serve MODEL")
@@ -41,7 +40,6 @@ _DRAFT_MODEL = InPlace("speculative.model", "it names an EAGLE head")
 OF_VLLM: Mapping[str, InPlace] = MappingProxyType(
     {
         "pipeline_parallel_size": InPlace("parallel.num_stages"),
-        "tensor_parallel_size": _NO_TENSOR_PARALLELISM,
         "data_parallel_size": _REPLICAS,
         "enable_expert_parallel": InPlace(None, "leave it out: the experts of a layer are on its stage"),
         "enforce_eager": _EAGER,
@@ -85,7 +83,7 @@ OF_SGLANG: Mapping[str, InPlace] = MappingProxyType(
     {
         "model_path": _MODEL,
         "pp_size": InPlace("parallel.num_stages"),
-        "tp_size": _NO_TENSOR_PARALLELISM,
+        "tp_size": InPlace("parallel.tensor_parallel_size", "each stage has so many members"),
         "dp_size": _REPLICAS,
         "ep_size": InPlace(None, "leave it out: the experts of a layer are on its stage"),
         "nnodes": _BY_RAY,
@@ -150,7 +148,7 @@ OF_OTHER_ENGINES: Mapping[str, InPlace] = MappingProxyType({**OF_VLLM, **OF_SGLA
 SHORT_OF_OTHER_ENGINES: Mapping[str, str] = MappingProxyType(
     {
         "-pp": "pipeline_parallel_size",
-        "-tp": "tensor_parallel_size",
+        "-tp": "tp_size",
         "-dp": "data_parallel_size",
         "--tp": "tp_size",
         "--pp": "pp_size",

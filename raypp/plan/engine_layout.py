@@ -16,7 +16,7 @@ from pathlib import Path
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig, as_stored, load_model_config
-from raypp.models.members import of_one_member
+from raypp.models.member_sizes import of_one_member
 from raypp.models.quantization import ONLINE_FP8, Quantization
 from raypp.models.sizes import kv_bytes_per_token, state_bytes_per_row
 from raypp.plan.encoder_plan import EncoderPlan, plan_encoders

@@ -20,8 +20,8 @@ from raypp.config.sections import LinkKind, TransportKind
 from raypp.errors import ConfigError
 from raypp.transport.edges import Edge, EdgeEnds, OpenEdge, StageLinks, edges_at, links_in_one_process, pipeline_edges
 from raypp.transport.host.gloo import GlooConnection, GlooDevice
+from raypp.transport.host.host_members import GlooMembers, thread_members
 from raypp.transport.host.local import LocalReceiver, LocalSender, open_local_edge
-from raypp.transport.host.members import GlooMembers, thread_members
 from raypp.transport.host.ring import Connection, RingReceiver, RingSender
 from raypp.transport.ipc.cuda_device import CudaDevice
 from raypp.transport.ipc.region import IpcRegion

@@ -23,6 +23,7 @@ FULL: dict[str, dict[str, str]] = {
     "tests/parity/test_windows.py": {"TEST_SIZES": "all"},
     "tests/parity/test_row_states.py": {"TEST_SIZES": "all"},
     "tests/parity/test_mtp.py": {"TEST_SIZES": "all"},
+    "tests/parity/test_members.py": {"TEST_SIZES": "all"},
     "tests/parity/test_engine_hf.py": {"TEST_SIZES": "all"},
     "tests/parity/test_models_hf.py": {"TEST_SIZES": "all"},
     "tests/parity/test_vision_hf.py": {"TEST_SIZES": "all"},

@@ -58,7 +58,7 @@ def test_frozen(tmp_path: Path) -> None:
         ({"gpu_mem_utilization": 0.5}, ["gpu_memory_utilization (section cache)"]),
         ({"zzzz": 1}, ["zzzz", "one of allow_image_urls, "]),
         ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size", "hint: use num_stages of section parallel"]),
-        ({"tensor_parallel_size": 2}, ["raypp has no tensor parallelism"]),
+        ({"tp_size": 2}, ["use tensor_parallel_size of section parallel"]),
         ({"enforce_eager": True}, ["use mode of section graphs (with none, "]),
         ({"num_replicas": 2}, ["num_replicas", "raypp serve"]),
         ({"layer_partition": [3, 3]}, ["[3, 3] for 1 stages", "hint: num_stages = 2"]),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from raypp.errors import DeadlineError, EngineDeadError, RayppError
-from raypp.transport.host.members import GlooMembers, thread_members
+from raypp.transport.host.host_members import GlooMembers, thread_members
 from raypp.transport.nccl import communicator, nccl_members
 from raypp.transport.nccl.nccl_members import NcclMembers
 from raypp.transport.rendezvous import Meeting, RendezvousServer
