@@ -75,7 +75,7 @@ def test_pages_are_on_the_site_that_the_package_names(monkeypatch: pytest.Monkey
     monkeypatch.setattr(metadata, "metadata", lambda _: declared)
     assert page("configuration") == "https://example.org/raypp/configuration.html"
     with pytest.raises(ConfigError, match=r"https://example\.org/raypp/configuration\.html"):
-        check_sections({"parallel": {"zzzz": 2}})
+        check_sections({"model": {"enable_lora": True}})
 
 
 def test_no_error_names_a_page_that_an_installed_server_lacks() -> None:
