@@ -132,7 +132,8 @@ def fit_lines(fit: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of an answer, as `raypp.plan.fit.describe_fit` gives it."""
     types = fit["dtype"] if fit["kv_cache_dtype"] == fit["dtype"] else f"{fit['dtype']}, KV {fit['kv_cache_dtype']}"
     model, num_stages = f"{fit['model']} ({fit['architecture']}, {types})", len(fit["stages"])
-    yield f"{model}, {counted(num_stages, 'stage')} on {_place(fit)}"
+    members = "" if fit["num_members"] == 1 else f" of {fit['num_members']} members"
+    yield f"{model}, {counted(num_stages, 'stage')}{members} on {_place(fit)}"
     if fit["layers"] is not None:
         yield fit["layers"]
     if fit["has_experts"]:
@@ -190,7 +191,7 @@ def _typical(requests: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _stage_lines(fit: Mapping[str, Any]) -> Iterator[str]:
-    yield "memory per stage, GiB"
+    yield f"memory per {'stage' if fit['num_members'] == 1 else 'member of a stage'}, GiB"
     yield from table_lines([_stage_row(fit, stage) for stage in fit["stages"]], "  ")
     if fit["num_cpu_kv_tokens"]:
         most = _gib(max(stage["cpu_kv_bytes"] for stage in fit["stages"]))

@@ -104,6 +104,7 @@ class Fit:
             "num_machines_used": self.num_machines,
             "gpu_memory_utilization": self.config.cache.gpu_memory_utilization,
             "stage_num_gpus": self.config.parallel.stage_num_gpus,
+            "num_members": self.layout.model.num_members,
             "encoders": self.layout.encoders.describe(),
             "num_kv_tokens": self.num_kv_tokens,
             "num_cpu_kv_tokens": self.num_cpu_kv_tokens,
@@ -167,7 +168,8 @@ def check_fit(
             num_machines = _placed(layout, machines)
         plan = plan_layout(layout, hardware)
         if layout.device == "cpu" and machines is not None:  # else there may be others in the cluster
-            check_one_machine(layout.memory, [stage.kv_cache_bytes + stage.cpu_kv_bytes for stage in plan.stages])
+            kv_bytes = [stage.kv_cache_bytes + stage.cpu_kv_bytes for stage in plan.stages]
+            check_one_machine(layout.memory * plan.num_members, kv_bytes * plan.num_members)
     except ResourceError as error:
         plan, problem = None, error
     return Fit(
