@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from raypp.errors import ModelLoadError
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig
@@ -100,6 +101,15 @@ def read_norm(config: ModelConfig, weights: WeightReader, name: str, size: int) 
     if not config.adds_one_to_norms:
         return weights.tensor(name, size)
     return weights.tensor(name, size, dtype=torch.float32).add_(1.0)
+
+
+def read_vocabulary(config: ModelConfig, weights: WeightReader, name: str) -> torch.Tensor:
+    """Return the member's rows of a matrix with a row per token, [V / members, H]; zeros behind the last token."""
+    rows, vocab_size = config.vocab_rows, config.vocab_size
+    begin = min(weights.member.rank * rows, vocab_size)
+    span = Span(begin, min(rows, vocab_size - begin), vocab_size)
+    found = weights.tensor(name, span, config.hidden_size)
+    return F.pad(found, (0, 0, 0, rows - span.size)) if span.size < rows else found
 
 
 def read_gated_delta(config: ModelConfig, delta: GatedDeltaConfig, weights: WeightReader) -> DeltaHeads:

@@ -11,10 +11,15 @@ from raypp.models.config import ModelConfig
 _MOST = 64
 
 
-def of_one_member(config: ModelConfig, count: int) -> ModelConfig:
+def of_one_member(config: ModelConfig, count: int, *, part: str = "a stage") -> ModelConfig:
     """Return the sizes of one of `count` members; they are alike for all.
 
     Where there are fewer KV heads than members, several members have the same ones.
+
+    Args:
+        config: Whole.
+        count: Of the members.
+        part: What it is of, for errors.
 
     Raises:
         ConfigError: what cannot be cut into so many parts.
@@ -30,7 +35,7 @@ def of_one_member(config: ModelConfig, count: int) -> ModelConfig:
     if why := _obstacle(config, count):
         possible = [other for other in range(1, _MOST + 1) if not _obstacle(config, other)]
         raise ConfigError(
-            "a stage's weights cannot be cut into parts of equal size",
+            f"the weights of {part} cannot be cut into parts of equal size",
             got=f"tensor_parallel_size={count}, {why}",
             expected=f"one of {', '.join(map(str, possible))} for {config.architecture} of this size",
         )
