@@ -22,9 +22,10 @@ from raypp.models.attention_config import AttentionConfig
 from raypp.models.config import EMBEDDING, LM_HEAD, ModelConfig
 from raypp.models.draft_head import DraftHead
 from raypp.models.layer import TransformerLayer, axis_frequencies, inverse_frequencies, read_norm, read_vocabulary
+from raypp.models.members import ONLY_MEMBER, Member
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes
 from raypp.models.vision_config import TOWER_PREFIX
-from raypp.models.weights import Member, WeightReader, WeightSource
+from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.backend import KernelSet, LMHead, Projection
 from raypp.ops.member_kernels import Members, with_members
@@ -117,7 +118,7 @@ class DecoderModel:
         self.device = device
         self.kernels = with_members(kernels, members, config.vocab_size)
         self._members = members
-        self._member = Member() if members is None else Member(members.rank, members.count)
+        self._member = ONLY_MEMBER if members is None else Member(members.rank, members.count)
         rotations = [
             each.rotation if isinstance(each, AttentionConfig) else None
             for each in config.attention[start_layer:end_layer]
