@@ -23,7 +23,7 @@ from raypp.models.checkpoint_names import PLAIN_TYPES, file_of_tensor, lacks_fil
 from raypp.models.members import ONLY_MEMBER, Member, Size, Span, span_of
 from raypp.models.quantization import FP4_FORMATS, Quantization
 from raypp.models.weight_formats import Index, StoredTensors, StoredWeight, part_of, read_part
-from raypp.ops.weight import FP4, Weight, has_form_of, stacked_weights
+from raypp.ops.weight import FP4, Weight, has_form_of, own_copy, stacked_weights
 
 _LOG = logging.getLogger(__name__)
 _INTEGERS = ("I64", "I32", "I16", "I8", "U8")
@@ -218,7 +218,7 @@ class DummyWeights:
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Index | None = None) -> torch.Tensor:
         """Return a random tensor, or a part; integers are all zero."""
         if where is not None:
-            return self.get(name, shape, dtype)[where]
+            return own_copy(self.get(name, shape, dtype)[where])
         if not dtype.is_floating_point:
             return torch.zeros(shape, dtype=dtype, device=self._device)
         if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")):
