@@ -112,6 +112,7 @@ def test_drafts_of_heads_are_those_of_the_reference(kind, count, num_stages, tmp
     asked, witness = make_requests(128), Witness(monkeypatch)
     common = {"num_stages": num_stages, "tensor_parallel_size": count, "num_kv_blocks": 60}
     common |= {"max_num_batched_tokens": 24, "min_prefill_chunk_tokens": 5}
+    common |= {"mode": "full" if num_stages == 2 else "none"}
     plain = [request.output_token_ids for request in run(target, asked, **common)[0]]
     requests, stats, _ = run(target, asked, speculative=speculative | {"num_speculative_tokens": NUM_DRAFTS}, **common)
     assert [request.output_token_ids for request in requests] == plain
