@@ -21,10 +21,11 @@ from raypp.graphs.cost import GRAPH_MODES, GraphCost, GraphMode
 from raypp.models.attention_config import AttentionConfig
 from raypp.models.config import EMBEDDING, LM_HEAD, ModelConfig
 from raypp.models.draft_head import DraftHead
-from raypp.models.layer import TransformerLayer, axis_frequencies, inverse_frequencies, read_norm
+from raypp.models.layer import TransformerLayer, axis_frequencies, inverse_frequencies, read_norm, read_vocabulary
+from raypp.models.members import ONLY_MEMBER, Member
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes
 from raypp.models.vision_config import TOWER_PREFIX
-from raypp.models.weights import Member, Span, WeightReader, WeightSource
+from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.backend import KernelSet, LMHead, Projection
 from raypp.ops.member_kernels import Members, with_members
@@ -117,7 +118,7 @@ class DecoderModel:
         self.device = device
         self.kernels = with_members(kernels, members, config.vocab_size)
         self._members = members
-        self._member = Member() if members is None else Member(members.rank, members.count)
+        self._member = ONLY_MEMBER if members is None else Member(members.rank, members.count)
         rotations = [
             each.rotation if isinstance(each, AttentionConfig) else None
             for each in config.attention[start_layer:end_layer]
@@ -130,6 +131,7 @@ class DecoderModel:
         self.layers: list[DecoderLayer] = []
         """None yet before `load_weights`."""
         self._embedding: torch.Tensor | None = None
+        self._head_embedding: torch.Tensor | None = None
         self._lm_head: LMHead | None = None
         self._head_support = head_support
         self._final_norm: Projection | None = None
@@ -168,7 +170,7 @@ class DecoderModel:
         whole = WeightReader(source, self.dtype, self.device, quantization=config.quantization, member=self._member)
         weights = whole.below(config.weight_prefix)
         if self.is_first:
-            self._embedding = self._read_vocabulary(weights, EMBEDDING)
+            self._embedding = read_vocabulary(config, weights, EMBEDDING)
         self.layers = [
             TransformerLayer(config, index, weights.below(f"layers.{index}."), self.kernels)
             for index in self._layer_indices
@@ -193,26 +195,20 @@ class DecoderModel:
         is_of_head = config.mtp_prefix is not None and name.startswith(config.mtp_prefix)
         return self.is_last and name not in embeddings and not is_of_tower and not is_of_head
 
-    def _read_vocabulary(self, weights: WeightReader, name: str) -> torch.Tensor:
-        """Return the member's rows of a matrix with a row per token, [V / members, H]; zeros behind the last token."""
-        config = self._config
-        rows = config.vocab_rows
-        begin = min(self._member.rank * rows, config.vocab_size)
-        span = Span(begin, min(rows, config.vocab_size - begin), config.vocab_size)
-        found = weights.tensor(name, span, config.hidden_size)
-        return F.pad(found, (0, 0, 0, rows - span.size)) if span.size < rows else found
-
     def _load_lm_head(self, whole: WeightReader) -> None:
         config, support, kernels = self._config, self._head_support, self.kernels
         weights, weight = whole.below(config.weight_prefix), self._embedding
         if weight is None or not config.tie_word_embeddings:
             name = config.weight_prefix + EMBEDDING if config.tie_word_embeddings else LM_HEAD
-            weight = self._read_vocabulary(whole, name)
+            weight = read_vocabulary(config, whole, name)
         norm_weight = read_norm(config, weights, "norm.weight", config.hidden_size)
-        if support is not None and self._embedding is None and support.gives_embedding:
-            # Linear layers may keep their weights in a form of their own, so a tied head's is read once more there.
-            is_kept = config.tie_word_embeddings and self.device.type != "cpu"
-            self._embedding = weight if is_kept else weights.tensor(EMBEDDING, config.vocab_size, config.hidden_size)
+        if support is not None and support.gives_embedding:
+            embedding = self._embedding
+            if embedding is None and config.tie_word_embeddings and self.device.type != "cpu":
+                embedding = weight  # linear layers on a CPU may keep their weights in a form of their own
+            if embedding is None or self._members is not None:  # kernels look tokens up, so a member has all of them
+                embedding = weights.tensor(EMBEDDING, config.vocab_size, config.hidden_size)
+            self._head_embedding = embedding
         if support is not None:
             self._final_norm = kernels.norm(norm_weight, config.rms_norm_eps)
         if support is not None and support.gives_lm_head:
@@ -296,8 +292,8 @@ class DecoderModel:
 
     def head_embedding(self) -> torch.Tensor:
         """Return the token embedding, [V, H]; see `raypp.models.draft_head.HeadTarget`."""
-        assert self._embedding is not None, "no draft head was announced"
-        return self._embedding
+        assert self._head_embedding is not None, "no draft head without an embedding was announced"
+        return self._head_embedding
 
     def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the final norm of the residual stream, [T, H]."""

@@ -22,13 +22,23 @@ import torch.nn.functional as F  # noqa: N812
 
 from raypp.errors import ModelLoadError
 from raypp.models.draft_head_config import DraftHeadConfig
-from raypp.models.layer import AttentionWeights, GatedMLP, SparseMLP, inverse_frequencies, read_attention, read_norm
+from raypp.models.layer import (
+    AttentionWeights,
+    GatedMLP,
+    SparseMLP,
+    inverse_frequencies,
+    read_attention,
+    read_norm,
+    read_vocabulary,
+)
 from raypp.models.weights import WeightReader
 from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.backend import JoinedProjection, KernelSet, Projection
 from raypp.ops.kv_cache import LayerCache
+from raypp.ops.member_kernels import Members, joined_outputs
 from raypp.ops.sample.tables import AdjustedLogits
 from raypp.ops.sample.token_choice import TokenChoice
+from raypp.ops.weight import Weight
 
 
 class HeadTarget(Protocol):
@@ -59,8 +69,9 @@ class DraftHead:
         config: The head's.
         target: The model that it drafts for, with its weights.
         weights: The head's checkpoint.
-        kernels: Of the device.
+        kernels: Of the device; of a member of a stage, if that has several.
         choice: Of the device; chooses the most likely token.
+        members: Of the stage; None: it has one. Attention, the MLP and the LM head are cut, the rest is whole.
     """
 
     def __init__(
@@ -70,11 +81,13 @@ class DraftHead:
         weights: WeightReader,
         kernels: KernelSet,
         choice: TokenChoice,
+        members: Members | None = None,
     ) -> None:
         self.config = config
         self._target = target
         self._kernels = kernels = kernels.in_8_bits() if config.has_8_bit_weights else kernels
         self._choice = choice
+        self._members = members
         layer, hidden = config.layer, config.layer.hidden_size
         self.qkv_size = sum(layer.attending[0].row_sizes)
         self._embedding = (
@@ -127,12 +140,14 @@ class DraftHead:
     def _read_lm_head(self, weights: WeightReader) -> Callable[[torch.Tensor], torch.Tensor]:
         config, kernels = self.config, self._kernels
         vocab_size, hidden, eps = config.layer.vocab_size, config.layer.hidden_size, config.layer.rms_norm_eps
-        own = weights.weight(("lm_head",), (vocab_size,), hidden) if config.has_lm_head else None
+        own = Weight(read_vocabulary(config.layer, weights, "lm_head.weight")) if config.has_lm_head else None
         if config.kind in ("eagle", "mtp"):  # what it guesses is normalized already
-            return self._target.project if own is None else kernels.linear(own)
+            if own is None:
+                return self._target.project
+            return joined_outputs(kernels.linear(own), self._members, vocab_size)
         norm_weight = weights.tensor("norm.weight", hidden)
         if own is not None:
-            return kernels.norm_linear(norm_weight, eps, own)
+            return joined_outputs(kernels.norm_linear(norm_weight, eps, own), self._members, vocab_size)
         norm = kernels.norm(norm_weight, eps)
         return lambda x: self._target.project(norm(x))
 

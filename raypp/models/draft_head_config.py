@@ -93,9 +93,9 @@ class DraftHeadConfig:
         """Return the bytes of weights that are read to propose so many drafts, for up to 64 rows."""
         if self.kind == "mtp":
             per_draft = layer_sizes(self.layer, dtype_bytes)[0].reads.of(1) + self._joining_bytes(dtype_bytes)
-            return num_drafts * int(per_draft + self.target_vocab_size * self.layer.hidden_size * dtype_bytes)
+            return num_drafts * int(per_draft + self._target_lm_head * dtype_bytes)
         num_fc = num_drafts if self.kind == "eagle" else 1  # eagle3 joins states of the target alone
-        others = self._vector_elements + (0 if self.has_lm_head else self.target_vocab_size * self.layer.hidden_size)
+        others = self._vector_elements + (0 if self.has_lm_head else self._target_lm_head)
         own = sum(self._bytes_read(product, dtype_bytes) for product in self._step_products)
         return num_drafts * (others * dtype_bytes + own) + num_fc * self._bytes_read(self._fc, dtype_bytes)
 
@@ -105,6 +105,11 @@ class DraftHeadConfig:
 
     def _bytes_read(self, product: _Product, dtype_bytes: int) -> int:
         return product.rounded_bytes if self.has_8_bit_weights else product.elements * dtype_bytes
+
+    @property
+    def _target_lm_head(self) -> int:
+        """Elements of the target's LM head, or of a member's part of it."""
+        return -(-self.target_vocab_size // self.layer.num_members) * self.layer.hidden_size
 
     @property
     def _fc(self) -> _Product:
@@ -120,7 +125,7 @@ class DraftHeadConfig:
             _Product(hidden, attention.output_size),
             _Product(2 * layer.intermediate_size, hidden),
             _Product(hidden, layer.intermediate_size),
-            _Product(self.has_lm_head * layer.vocab_size, hidden),
+            _Product(self.has_lm_head * layer.vocab_rows, hidden),
         )
 
     @property

@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from raypp.errors import ModelLoadError
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig
 from raypp.models.config import ExpertConfig, ModelConfig
+from raypp.models.members import Member, Size, Span
 from raypp.models.rope_config import RopeConfig
-from raypp.models.weights import Index, Member, Size, Span, WeightReader, WeightSource
+from raypp.models.weight_formats import Index
+from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Rotation
 from raypp.ops.backend import KernelSet, Routing
 from raypp.ops.kv_cache import LayerCache
@@ -100,6 +103,15 @@ def read_norm(config: ModelConfig, weights: WeightReader, name: str, size: int) 
     if not config.adds_one_to_norms:
         return weights.tensor(name, size)
     return weights.tensor(name, size, dtype=torch.float32).add_(1.0)
+
+
+def read_vocabulary(config: ModelConfig, weights: WeightReader, name: str) -> torch.Tensor:
+    """Return the member's rows of a matrix with a row per token, [V / members, H]; zeros behind the last token."""
+    rows, vocab_size = config.vocab_rows, config.vocab_size
+    begin = min(weights.member.rank * rows, vocab_size)
+    span = Span(begin, min(rows, vocab_size - begin), vocab_size)
+    found = weights.tensor(name, span, config.hidden_size)
+    return F.pad(found, (0, 0, 0, rows - span.size)) if span.size < rows else found
 
 
 def read_gated_delta(config: ModelConfig, delta: GatedDeltaConfig, weights: WeightReader) -> DeltaHeads:
@@ -449,10 +461,13 @@ class FusedExperts:
                 hint="use a checkpoint that stores each expert by itself, or leave them out of quantization_config",
             )
         fused, rows = self._parts[layer]
-        place = (int(expert), slice(None), rows) if self._has_inputs_first else (int(expert), rows, slice(None))
+        outputs, inputs = (slice(None), slice(None)) if where is None else where
+        assert isinstance(outputs, slice)
+        begin, end, _ = outputs.indices(rows.stop - rows.start)
+        outputs = slice(rows.start + begin, rows.start + end)
+        place = (int(expert), *((inputs, outputs) if self._has_inputs_first else (outputs, inputs)))
         part = self._source.get(self._prefix + fused, self._shapes[fused], dtype, place)
-        part = part.t() if self._has_inputs_first else part
-        return (part if where is None else part[where]).contiguous()
+        return (part.t() if self._has_inputs_first else part).contiguous()
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a stored tensor; those of single experts are none."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from raypp.errors import ConfigError
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer, ModulesConfig
@@ -11,10 +12,82 @@ from raypp.models.config import ModelConfig
 _MOST = 64
 
 
-def of_one_member(config: ModelConfig, count: int) -> ModelConfig:
+class Span(NamedTuple):
+    """Some of a dimension: the part that a member of a stage has."""
+
+    start: int
+    size: int
+    total: int  # of the whole dimension
+
+    @property
+    def stop(self) -> int:
+        """The first behind it."""
+        return self.start + self.size
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the dimension."""
+        return self.size == self.total
+
+    @property
+    def slice(self) -> slice:
+        """The same as an index."""
+        return slice(self.start, self.stop)
+
+    def by(self, unit: int) -> Span:
+        """Return the same where so many make one, which it begins and ends with, or ends the dimension."""
+        start = self.start // unit
+        return Span(start, -(-self.stop // unit) - start, -(-self.total // unit))
+
+    def widened(self, unit: int) -> Span:
+        """Return the smallest part that has it, and begins and ends with a unit, or ends the dimension."""
+        start = self.start // unit * unit
+        return Span(start, min(-(-self.stop // unit) * unit, self.total) - start, self.total)
+
+    def within(self, other: Span) -> Span:
+        """Return it as a part of another part that has it."""
+        return Span(self.start - other.start, self.size, other.size)
+
+
+Size = int | Span
+"""Of a dimension: all of it, or a part of it."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of the members of a stage, which share its weights."""
+
+    rank: int = 0
+    count: int = 1
+
+    def part(self, size: int, num_sharing: int = 1) -> Span:
+        """Return the member's part of a dimension that is cut evenly.
+
+        Args:
+            size: Of the part.
+            num_sharing: Members that follow each other and have the same part.
+        """
+        return Span(self.rank // num_sharing * size, size, self.count // num_sharing * size)
+
+
+ONLY_MEMBER = Member()
+"""Of a stage that has one."""
+
+
+def span_of(size: Size) -> Span:
+    """Return a size as a part; it may be all."""
+    return size if isinstance(size, Span) else Span(0, size, size)
+
+
+def of_one_member(config: ModelConfig, count: int, *, part: str = "a stage") -> ModelConfig:
     """Return the sizes of one of `count` members; they are alike for all.
 
     Where there are fewer KV heads than members, several members have the same ones.
+
+    Args:
+        config: Whole.
+        count: Of the members.
+        part: What it is of, for errors.
 
     Raises:
         ConfigError: what cannot be cut into so many parts.
@@ -30,7 +103,7 @@ def of_one_member(config: ModelConfig, count: int) -> ModelConfig:
     if why := _obstacle(config, count):
         possible = [other for other in range(1, _MOST + 1) if not _obstacle(config, other)]
         raise ConfigError(
-            "a stage's weights cannot be cut into parts of equal size",
+            f"the weights of {part} cannot be cut into parts of equal size",
             got=f"tensor_parallel_size={count}, {why}",
             expected=f"one of {', '.join(map(str, possible))} for {config.architecture} of this size",
         )

@@ -75,6 +75,10 @@ class Quantization:
         total = num_outputs * num_inputs * self.bits // 8 + num_blocks * (scale_bytes + self.has_zeros)
         return total + 8 * num_inputs * self.has_order
 
+    def can_cut_inputs(self, size: int) -> bool:
+        """Return whether parts of so many inputs keep the form: in order, and whole bytes; others become plain."""
+        return not self.has_order and (self.bits == 8 or size % 2 == 0)
+
     def covers(self, module: str) -> bool:
         """Return whether a linear layer is quantized, by its whole name, such as `model.layers.0.mlp.gate_proj`.
 

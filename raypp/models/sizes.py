@@ -67,6 +67,7 @@ class _Product(NamedTuple):
     module: str  # below the layer; of products that are one, the first
     rows: int
     columns: int
+    is_summed: bool = False  # over the members of a stage: each has a part of the inputs
 
     @property
     def num_elements(self) -> int:
@@ -201,7 +202,8 @@ def _products(config: ModelConfig, index: int) -> tuple[list[_Product], list[_Pr
         first, second = ("in_proj_qkvz", "in_proj_ba") if attention.is_joined else ("in_proj_qkv", "in_proj_b")
         block, inner = "linear_attn.", [(first, mixed + gates), (second, numbers)]
     shared = [_Product(block + name, rows, hidden) for name, rows in inner]
-    shared.append(_Product(block + ("o_proj" if block == "self_attn." else "out_proj"), hidden, attention.output_size))
+    output = block + ("o_proj" if block == "self_attn." else "out_proj")
+    shared.append(_Product(output, hidden, attention.output_size, is_summed=True))
     experts = config.experts_of(index)
     if experts is not None and experts.shared_size:
         shared += _gated_mlp(
@@ -216,7 +218,10 @@ def _products(config: ModelConfig, index: int) -> tuple[list[_Product], list[_Pr
 
 def _gated_mlp(prefix: str, names: tuple[str, str], hidden: int, intermediate: int) -> list[_Product]:
     gate, down = names
-    return [_Product(prefix + gate, 2 * intermediate, hidden), _Product(prefix + down, hidden, intermediate)]
+    return [
+        _Product(prefix + gate, 2 * intermediate, hidden),
+        _Product(prefix + down, hidden, intermediate, is_summed=True),
+    ]
 
 
 def _num_other_parameters(config: ModelConfig, index: int) -> int:
@@ -238,7 +243,9 @@ def _num_other_parameters(config: ModelConfig, index: int) -> int:
 
 
 def _held_bytes(config: ModelConfig, prefix: str, product: _Product, dtype_bytes: int) -> int:
-    quantization = config.quantization
+    quantization, is_part = config.quantization, product.is_summed and config.num_members > 1
     if quantization is None or not quantization.covers(prefix + product.module):
+        return product.num_elements * dtype_bytes
+    if is_part and not quantization.can_cut_inputs(product.columns):
         return product.num_elements * dtype_bytes
     return quantization.weight_bytes(product.rows, product.columns)

@@ -10,6 +10,9 @@
                      weight_global_scale; or weight, weight_scale, multiplied by weight_scale_2
     online_fp8       weight [N, K] in 16 or 32 bits
 
+Of a part of the outputs and inputs no more is read than belongs to the numbers and blocks that it begins and ends in.
+Of inputs in an order of their own all are, and so are those that are rounded at load, by a scale of the whole row.
+
 N outputs, K inputs in C groups. An int32 holds eight numbers of 4 bits, the first one lowest; N / 8 and K / 8 are
 rounded up. In MXFP4, gpt-oss has weights of all experts as one: `_blocks` [E, N, K / 32, 16], `_scales` [E, N, K / 32].
 
@@ -20,13 +23,14 @@ for FP4 the OCP Microscaling Formats (MX) Specification 1.0 and ModelOpt's expor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
 import torch
 
 from raypp.errors import ModelLoadError, page
+from raypp.models.members import Size, Span, span_of
 from raypp.models.quantization import Quantization, WeightFormat
 from raypp.ops.weight import FP4, Weight, quantize_rows
 
@@ -37,13 +41,36 @@ _SYMMETRIC_ZERO = 8
 _SIGN = 128  # of a byte: with it, x + 128 becomes x
 _UNSORTED = -1
 """The group of every input where compressed-tensors was told to sort and did not."""
+_PACKED: dict[WeightFormat, tuple[int, int]] = {
+    "awq": (_NUMBERS, 1),
+    "gptq": (_NUMBERS, _NUMBERS),
+    "compressed_int4": (_NUMBERS, _NUMBERS),
+    "int8": (1, 4),
+    "mxfp4": (1, 2),
+    "nvfp4": (1, 2),
+}
+"""Outputs and inputs whose numbers, or zeros, may be in one stored one."""
+_GROUPS: dict[WeightFormat, str] = {"gptq": "g_idx", "compressed_int4": "weight_g_idx"}
+"""The tensor that says which group an input is of."""
+
+Index = tuple[int | slice, ...]
 
 
 class StoredTensors(Protocol):
     """Gives a checkpoint's tensors by their names; see `raypp.models.weights.WeightSource`."""
 
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor, converted to `dtype`."""
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Index | None = None) -> torch.Tensor:
+        """Return the tensor, converted to `dtype`, in host memory or already where it is going.
+
+        Args:
+            name: As the checkpoint has it.
+            shape: Of the whole tensor.
+            dtype: What it becomes.
+            where: The part to read; None: all of it.
+
+        Raises:
+            ModelLoadError: there is none of that name and shape.
+        """
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a tensor, None if there is none of that name."""
@@ -52,14 +79,34 @@ class StoredTensors(Protocol):
         """Return the type of a tensor, None if there is none of that name."""
 
 
+def read_part(tensors: StoredTensors, name: str, shape: Sequence[Size], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor, or the part of it that the sizes say; see `StoredTensors.get`."""
+    spans = [span_of(size) for size in shape]
+    where = None if all(span.is_whole for span in spans) else tuple(span.slice for span in spans)
+    return tensors.get(name, tuple(span.total for span in spans), dtype, where)
+
+
+def part_of(weight: Weight, outputs: Span, inputs: Span, dtype: torch.dtype) -> Weight:
+    """Return some outputs and inputs of a weight; in `dtype` where its form has no such part.
+
+    That are inputs in an order of their own, and half a byte.
+    """
+    if outputs.is_whole and inputs.is_whole:
+        return weight
+    is_in_bytes = weight.data.shape[-1] == weight.num_inputs or not (inputs.start % 2 or inputs.stop % 2)
+    if not inputs.is_whole and (weight.order is not None or not is_in_bytes):
+        weight = Weight(weight.dequantized(dtype))
+    return weight.part(outputs.slice, inputs.slice)
+
+
 class StoredWeight:
-    """The tensors of one linear layer.
+    """The tensors of one linear layer, or of a part of it.
 
     Args:
         tensors: Where they are.
         module: Its whole name, such as `model.layers.0.mlp.gate_proj`.
         quantization: How it is stored.
-        shape: N and K.
+        shape: N and K, whole or a part.
         dtype: What weights become that are not in 8 bits yet, before they are.
         device: Where everything goes.
     """
@@ -69,18 +116,18 @@ class StoredWeight:
         tensors: StoredTensors,
         module: str,
         quantization: Quantization,
-        shape: tuple[int, int],
+        shape: tuple[Size, Size],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._tensors = tensors
         self.module = module
         self.quantization = quantization
-        self.num_outputs, self.num_inputs = shape
         self.dtype = dtype
         self._device = device
-        rows, columns = quantization.block
-        self.block = (rows, columns or self.num_inputs)
+        self._wanted = span_of(shape[0]), span_of(shape[1])
+        self.outputs, self.inputs = self._wanted
+        """What is read: all of each stored number, and of each block."""
 
     def read(self) -> Weight:
         """Return the weight.
@@ -88,20 +135,62 @@ class StoredWeight:
         Raises:
             ModelLoadError: a tensor is missing, has the wrong shape or type, or cannot be read.
         """
-        if self.quantization.bits == 4 and self.num_inputs % 2:
-            raise self.error("weight", f"{self.num_inputs} inputs", "an even number of inputs, for 4 bits")
-        return _READERS[self.quantization.format](self)
+        (outputs, inputs), form = self._wanted, self.quantization
+        if form.bits == 4 and inputs.total % 2:
+            raise self.error("weight", f"{inputs.total} inputs", "an even number of inputs, for 4 bits")
+        rows, columns = _PACKED.get(form.format, (1, 1))
+        self.outputs = outputs.widened(math.lcm(rows, form.block[0]))
+        self.inputs = span_of(inputs.total)
+        if not (inputs.is_whole or form.format == "online_fp8" or self._has_order()):
+            self.inputs = inputs.widened(math.lcm(columns, form.block[1] or 1))
+        weight = _READERS[form.format](self)
+        return part_of(weight, outputs.within(self.outputs), inputs.within(self.inputs), self.dtype)
 
     @property
-    def num_groups(self) -> int:
-        """C."""
-        return math.ceil(self.num_inputs / self.block[1])
+    def num_outputs(self) -> int:
+        """N, of what is read."""
+        return self.outputs.size
 
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of this layer, on the device."""
-        return self._tensors.get(f"{self.module}.{name}", shape, dtype).to(self._device)
+    @property
+    def num_inputs(self) -> int:
+        """K, of what is read."""
+        return self.inputs.size
 
-    def get_scale(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    @property
+    def block(self) -> tuple[int, int]:
+        """Outputs and inputs that share a scale."""
+        rows, columns = self.quantization.block
+        return rows, columns or self.num_inputs
+
+    @property
+    def groups(self) -> Span:
+        """C, and which of them are read."""
+        columns = self.quantization.block[1]
+        return self.inputs.by(columns) if columns else span_of(1)
+
+    def group_of_inputs(self) -> torch.Tensor | None:
+        """Return the group of each input, of those that are read; None: they come as they are.
+
+        Raises:
+            ModelLoadError: config.json says that it is stored, and it is not.
+        """
+        name = _GROUPS[self.quantization.format]
+        if not self.quantization.has_order and self.shape_of(name) is None:
+            return None
+        group = self.get(name, (self.inputs,), torch.int64)
+        columns = self.quantization.block[1] or self.inputs.total
+        expected = torch.arange(self.inputs.start, self.inputs.stop, device=group.device) // columns
+        is_sorted = torch.equal(group, expected) or bool((group == _UNSORTED).all())
+        return None if is_sorted else group
+
+    def _has_order(self) -> bool:
+        return self.quantization.format in _GROUPS and self.group_of_inputs() is not None
+
+    def get(self, name: str, shape: tuple[Size, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of this layer, or a part, on the device."""
+        return read_part(self._tensors, f"{self.module}.{name}", shape, dtype).to(self._device)
+
+    def get_scale(self, name: str, shape: tuple[Size, ...]) -> torch.Tensor:
         """Return the scales of 4-bit integers: in 16 bits, where they are stored so, else in float32."""
         dtype = self._tensors.type_of(f"{self.module}.{name}")
         return self.get(name, shape, dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32)
@@ -116,32 +205,32 @@ class StoredWeight:
 
 
 def _read_fp8(stored: StoredWeight) -> Weight:
-    data = stored.get("weight", (stored.num_outputs, stored.num_inputs), torch.float8_e4m3fn)
+    data = stored.get("weight", (stored.outputs, stored.inputs), torch.float8_e4m3fn)
     name = "weight_scale_inv" if stored.shape_of("weight_scale_inv") is not None else "weight_scale"
-    rows, columns = stored.block
-    shape = (math.ceil(stored.num_outputs / rows), math.ceil(stored.num_inputs / columns))
-    got = stored.shape_of(name)
-    if got is not None and stored.quantization.block == (1, 0) and got in ((), (1,), (1, 1), shape[:1]):
-        scale = stored.get(name, got, torch.float32).reshape(-1, 1).expand(shape).contiguous()
+    blocks, got = stored.outputs.by(stored.block[0]), stored.shape_of(name)
+    if got is not None and stored.quantization.block == (1, 0) and got in ((), (1,), (1, 1), (blocks.total,)):
+        shape: tuple[Size, ...] = (blocks,) if got == (blocks.total,) else got
+        scale = stored.get(name, shape, torch.float32).reshape(-1, 1).expand(blocks.size, 1).contiguous()
     else:
-        scale = stored.get(name, shape, torch.float32)
+        scale = stored.get(name, (blocks, stored.groups), torch.float32)
     return Weight(data, scale, block=stored.block)
 
 
 def _read_int8(stored: StoredWeight) -> Weight:
-    num_outputs, groups = stored.num_outputs, stored.num_groups
+    outputs, groups = stored.outputs, stored.groups
     if stored.shape_of("weight_packed") is not None:
-        packed = stored.get("weight_packed", (num_outputs, math.ceil(stored.num_inputs / 4)), torch.int32)
+        packed = stored.get("weight_packed", (outputs, stored.inputs.by(4)), torch.int32)
         in_bytes = packed.contiguous().view(torch.uint8)[:, : stored.num_inputs]
         data = (in_bytes ^ _SIGN).view(torch.int8).contiguous()
     else:
-        data = stored.get("weight", (num_outputs, stored.num_inputs), torch.int8)
-    shape = (num_outputs,) if stored.shape_of("weight_scale") == (num_outputs,) else (num_outputs, groups)
-    return Weight(data, stored.get("weight_scale", shape, torch.float32).view(num_outputs, groups), block=stored.block)
+        data = stored.get("weight", (outputs, stored.inputs), torch.int8)
+    shape = (outputs,) if stored.shape_of("weight_scale") == (outputs.total,) else (outputs, groups)
+    scale = stored.get("weight_scale", shape, torch.float32).view(outputs.size, groups.size)
+    return Weight(data, scale, block=stored.block)
 
 
 def _read_mxfp4(stored: StoredWeight) -> Weight:
-    exponents = stored.get("weight_scale", (stored.num_outputs, stored.num_groups), torch.uint8)
+    exponents = stored.get("weight_scale", (stored.outputs, stored.groups), torch.uint8)
     return Weight(_packed_fp4(stored, "weight_packed"), powers_of_two(exponents), block=stored.block)
 
 
@@ -152,7 +241,7 @@ def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
 
 def _read_nvfp4(stored: StoredWeight) -> Weight:
     name = "weight_packed" if stored.shape_of("weight_packed") is not None else "weight"
-    scale = stored.get("weight_scale", (stored.num_outputs, stored.num_groups), torch.float8_e4m3fn).float()
+    scale = stored.get("weight_scale", (stored.outputs, stored.groups), torch.float8_e4m3fn).float()
     if name == "weight":
         scale *= stored.get("weight_scale_2", stored.shape_of("weight_scale_2") or (), torch.float32)
     else:
@@ -161,20 +250,19 @@ def _read_nvfp4(stored: StoredWeight) -> Weight:
 
 
 def _packed_fp4(stored: StoredWeight, name: str) -> torch.Tensor:
-    return stored.get(name, (stored.num_outputs, stored.num_inputs // 2), torch.uint8).view(FP4)
+    return stored.get(name, (stored.outputs, stored.inputs.by(2)), torch.uint8).view(FP4)
 
 
 def _read_online_fp8(stored: StoredWeight) -> Weight:
-    data, scale = quantize_rows(stored.get("weight", (stored.num_outputs, stored.num_inputs), stored.dtype))
+    data, scale = quantize_rows(stored.get("weight", (stored.outputs, stored.inputs), stored.dtype))
     return Weight(data, scale.unsqueeze(1), block=stored.block)
 
 
 def _read_awq(stored: StoredWeight) -> Weight:
-    num_outputs, groups = stored.num_outputs, stored.num_groups
-    packed_outputs = math.ceil(num_outputs / _NUMBERS)
-    packed = stored.get("qweight", (stored.num_inputs, packed_outputs), torch.int32)
-    zeros = stored.get("qzeros", (groups, packed_outputs), torch.int32)
-    scale = stored.get_scale("scales", (groups, num_outputs))
+    num_outputs, packed_outputs = stored.num_outputs, stored.outputs.by(_NUMBERS)
+    packed = stored.get("qweight", (stored.inputs, packed_outputs), torch.int32)
+    zeros = stored.get("qzeros", (stored.groups, packed_outputs), torch.int32)
+    scale = stored.get_scale("scales", (stored.groups, stored.outputs))
     return Weight(
         _in_pairs(_unpacked(packed, 1, _AWQ_PLACES)[:, :num_outputs].t()),
         scale.t().contiguous(),
@@ -184,11 +272,10 @@ def _read_awq(stored: StoredWeight) -> Weight:
 
 
 def _read_gptq(stored: StoredWeight) -> Weight:
-    num_outputs, groups = stored.num_outputs, stored.num_groups
-    packed = stored.get("qweight", (math.ceil(stored.num_inputs / _NUMBERS), num_outputs), torch.int32)
-    zeros = stored.get("qzeros", (groups, math.ceil(num_outputs / _NUMBERS)), torch.int32)
-    scale = stored.get_scale("scales", (groups, num_outputs))
-    zero = (_unpacked(zeros, 1)[:, :num_outputs].t() + stored.quantization.zero_offset) & 15
+    packed = stored.get("qweight", (stored.inputs.by(_NUMBERS), stored.outputs), torch.int32)
+    zeros = stored.get("qzeros", (stored.groups, stored.outputs.by(_NUMBERS)), torch.int32)
+    scale = stored.get_scale("scales", (stored.groups, stored.outputs))
+    zero = (_unpacked(zeros, 1)[:, : stored.num_outputs].t() + stored.quantization.zero_offset) & 15
     if not stored.quantization.has_zeros and not bool((zero == _SYMMETRIC_ZERO).all()):
         raise stored.error(
             "qzeros",
@@ -196,7 +283,7 @@ def _read_gptq(stored: StoredWeight) -> Weight:
             f"{_SYMMETRIC_ZERO} everywhere: config.json says sym",
             hint="set sym to false in config.json's quantization_config if the zeros are right",
         )
-    numbers, order = _by_group(stored, _unpacked(packed, 0)[: stored.num_inputs].t(), "g_idx")
+    numbers, order = _by_group(stored, _unpacked(packed, 0)[: stored.num_inputs].t())
     return Weight(
         _in_pairs(numbers),
         scale.t().contiguous(),
@@ -207,18 +294,20 @@ def _read_gptq(stored: StoredWeight) -> Weight:
 
 
 def _read_compressed_int4(stored: StoredWeight) -> Weight:
-    num_outputs, num_inputs, groups = stored.num_outputs, stored.num_inputs, stored.num_groups
-    packed = stored.get("weight_packed", (num_outputs, math.ceil(num_inputs / _NUMBERS)), torch.int32)
-    scale = stored.get_scale("weight_scale", (num_outputs, groups))
+    packed = stored.get("weight_packed", (stored.outputs, stored.inputs.by(_NUMBERS)), torch.int32)
+    scale = stored.get_scale("weight_scale", (stored.outputs, stored.groups))
     if stored.shape_of("weight_shape") is not None:
-        shape = stored.get("weight_shape", (2,), torch.int64).tolist()
-        if shape != [num_outputs, num_inputs]:
-            raise stored.error("weight_shape", shape, f"{[num_outputs, num_inputs]}, by config.json")
+        shape, expected = (
+            stored.get("weight_shape", (2,), torch.int64).tolist(),
+            [stored.outputs.total, stored.inputs.total],
+        )
+        if shape != expected:
+            raise stored.error("weight_shape", shape, f"{expected}, by config.json")
     zero = None
     if stored.quantization.has_zeros:
-        zeros = stored.get("weight_zero_point", (math.ceil(num_outputs / _NUMBERS), groups), torch.int32)
-        zero = _unpacked(zeros, 0)[:num_outputs].contiguous()
-    numbers, order = _by_group(stored, _unpacked(packed, 1)[:, :num_inputs], "weight_g_idx")
+        zeros = stored.get("weight_zero_point", (stored.outputs.by(_NUMBERS), stored.groups), torch.int32)
+        zero = _unpacked(zeros, 0)[: stored.num_outputs].contiguous()
+    numbers, order = _by_group(stored, _unpacked(packed, 1)[:, : stored.num_inputs])
     return Weight(_in_pairs(numbers), scale, zero, stored.block, order)
 
 
@@ -368,22 +457,16 @@ def _in_pairs(numbers: torch.Tensor) -> torch.Tensor:
     return (numbers[:, ::2] | numbers[:, 1::2] << 4).contiguous()
 
 
-def _by_group(stored: StoredWeight, numbers: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _by_group(stored: StoredWeight, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the columns of a matrix sorted by their group, and their inputs; None where they were sorted.
 
-    Args:
-        stored: Whose they are.
-        numbers: [N, K].
-        name: Of the tensor that says which group an input is of.
+    Shapes: numbers [N, K].
     """
-    num_inputs, columns = stored.num_inputs, stored.block[1]
-    if not stored.quantization.has_order and stored.shape_of(name) is None:
+    group = stored.group_of_inputs()
+    if group is None:
         return numbers, None
-    group = stored.get(name, (num_inputs,), torch.int64)
+    (num_inputs, columns), name = (stored.num_inputs, stored.block[1]), _GROUPS[stored.quantization.format]
     sorted_group, order = group.sort(stable=True)
-    expected = torch.arange(num_inputs, device=group.device) // columns
-    if torch.equal(group, expected) or bool((group == _UNSORTED).all()):
-        return numbers, None
-    if not torch.equal(sorted_group, expected):
-        raise stored.error(name, "groups of other sizes", f"{stored.num_groups} groups of {columns} inputs")
+    if not torch.equal(sorted_group, torch.arange(num_inputs, device=group.device) // columns):
+        raise stored.error(name, "groups of other sizes", f"{stored.groups.total} groups of {columns} inputs")
     return numbers.index_select(1, order), order

@@ -10,19 +10,20 @@ import logging
 import math
 import pickle
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from raypp.errors import ModelLoadError, page
 from raypp.models.checkpoint_names import PLAIN_TYPES, file_of_tensor, lacks_file
+from raypp.models.members import ONLY_MEMBER, Member, Size, Span, span_of
 from raypp.models.quantization import FP4_FORMATS, Quantization
-from raypp.models.weight_formats import StoredTensors, StoredWeight
-from raypp.ops.weight import FP4, Weight, has_form_of, stacked_weights
+from raypp.models.weight_formats import Index, StoredTensors, StoredWeight, part_of, read_part
+from raypp.ops.weight import FP4, Weight, has_form_of, own_copy, stacked_weights
 
 _LOG = logging.getLogger(__name__)
 _INTEGERS = ("I64", "I32", "I16", "I8", "U8")
@@ -43,62 +44,9 @@ _TYPES = {name: dtype for dtype, name in _TYPE_NAMES.items()}
 _FP4_DEVIATION = math.sqrt(8.5625)  # of all sixteen codes
 _INT8_DEVIATION = 24.0
 
-Index = tuple[int | slice, ...]
-
-
-class Span(NamedTuple):
-    """Some of a dimension: the part that a member of a stage has."""
-
-    start: int
-    size: int
-    total: int  # of the whole dimension
-
-    @property
-    def slice(self) -> slice:
-        """The same as an index."""
-        return slice(self.start, self.start + self.size)
-
-
-Size = int | Span
-"""Of a dimension: all of it, or a part of it."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """One of the members of a stage, which share its weights."""
-
-    rank: int = 0
-    count: int = 1
-
-    def part(self, size: int, num_sharing: int = 1) -> Span:
-        """Return the member's part of a dimension that is cut evenly.
-
-        Args:
-            size: Of the part.
-            num_sharing: Members that follow each other and have the same part.
-        """
-        return Span(self.rank // num_sharing * size, size, self.count // num_sharing * size)
-
-
-def _span(size: Size) -> Span:
-    return size if isinstance(size, Span) else Span(0, size, size)
-
 
 class WeightSource(StoredTensors, Protocol):
     """Gives a model's tensors by the names of its checkpoint."""
-
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Index | None = None) -> torch.Tensor:
-        """Return the tensor, converted to `dtype`, in host memory or already where it is going.
-
-        Args:
-            name: As the checkpoint has it.
-            shape: Of the whole tensor.
-            dtype: What it becomes.
-            where: The part to read; None: all of it.
-
-        Raises:
-            ModelLoadError: there is none of that name and shape.
-        """
 
     def unread(self) -> Collection[str]:
         """Return the names of the tensors that are there and were not read."""
@@ -270,7 +218,7 @@ class DummyWeights:
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Index | None = None) -> torch.Tensor:
         """Return a random tensor, or a part; integers are all zero."""
         if where is not None:
-            return self.get(name, shape, dtype)[where]
+            return own_copy(self.get(name, shape, dtype)[where])
         if not dtype.is_floating_point:
             return torch.zeros(shape, dtype=dtype, device=self._device)
         if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")):
@@ -393,7 +341,7 @@ class WeightReader:
         device: torch.device,
         prefix: str = "",
         quantization: Quantization | None = None,
-        member: Member = Member(),
+        member: Member = ONLY_MEMBER,
     ) -> None:
         self.source = source
         self.dtype = dtype
@@ -419,9 +367,7 @@ class WeightReader:
         return self._get(name, shape, dtype or self.dtype).to(self.device)
 
     def _get(self, name: str, shape: Sequence[Size], dtype: torch.dtype) -> torch.Tensor:
-        spans = [_span(size) for size in shape]
-        where = tuple(span.slice for span in spans) if any(span.size < span.total for span in spans) else None
-        return self.source.get(self.prefix + name, tuple(span.total for span in spans), dtype, where)
+        return read_part(self.source, self.prefix + name, shape, dtype)
 
     def number(self, name: str) -> float | None:
         """Return a tensor of one element that the checkpoint may have or not, None if it has none of that name."""
@@ -475,7 +421,7 @@ class WeightReader:
             num_inputs: K.
         """
         if isinstance(self.source, DummyWeights):  # drawing them one by one would take minutes
-            return self._dummy_experts(f"{self.prefix}{prefix}", num_experts, modules, rows, _span(num_inputs))
+            return self._dummy_experts(f"{self.prefix}{prefix}", num_experts, modules, rows, span_of(num_inputs))
         first = self.below(prefix.format(0)).weight(modules, rows, num_inputs)
         whole = first.mapped(lambda part: part.new_empty(num_experts, *part.shape))
         for expert in range(num_experts):
@@ -493,7 +439,7 @@ class WeightReader:
         self, prefix: str, num_experts: int, modules: Sequence[str], rows: Sequence[Size], inputs: Span
     ) -> Weight:
         assert isinstance(self.source, DummyWeights)
-        spans = [_span(size) for size in rows]
+        spans = [span_of(size) for size in rows]
         totals, name = [span.total for span in spans], f"{prefix}{'+'.join(modules)}"
         shape, form = (num_experts, sum(totals), inputs.total), self._quantization
         if form is not None and form.covers(prefix.format(0) + modules[0]):
@@ -502,21 +448,11 @@ class WeightReader:
             whole = self._dummy(name, shape, form)
         else:
             whole = Weight(self.source.get(name, shape, self.dtype).to(self.device))
-        if all(span.size == span.total for span in (*spans, inputs)):
+        if all(span.is_whole for span in (*spans, inputs)):
             return whole
         begins = [sum(totals[:index]) + span.start for index, span in enumerate(spans)]
-        return stacked_weights(
-            [
-                self._part_of(whole, slice(begin, begin + span.size), inputs)
-                for begin, span in zip(begins, spans, strict=True)
-            ]
-        )
-
-    def _part_of(self, weight: Weight, outputs: slice, inputs: Span) -> Weight:
-        """Return a part of a weight; of one whose inputs have an order of their own, in the reader's type."""
-        if weight.order is not None and inputs.size < inputs.total:
-            weight = Weight(weight.dequantized(self.dtype))
-        return weight.part(outputs, inputs.slice)
+        parts = [Span(begin, span.size, shape[1]) for begin, span in zip(begins, spans, strict=True)]
+        return stacked_weights([part_of(whole, part, inputs, self.dtype) for part in parts])
 
     def _covers(self, module: str) -> bool:
         return self._quantization is not None and self._quantization.covers(self.prefix + module)
@@ -524,14 +460,12 @@ class WeightReader:
     def _one(self, module: str, num_outputs: Size, num_inputs: Size) -> Weight:
         if self._quantization is None or not self._covers(module):
             return Weight(self.tensor(f"{module}.weight", num_outputs, num_inputs))
-        outputs, inputs, name = _span(num_outputs), _span(num_inputs), self.prefix + module
-        shape = outputs.total, inputs.total
+        outputs, inputs, name = span_of(num_outputs), span_of(num_inputs), self.prefix + module
         if isinstance(self.source, DummyWeights):
-            weight = self._dummy(name, shape, self._quantization)
-        else:
-            weight = StoredWeight(self.source, name, self._quantization, shape, self.dtype, self.device).read()
-        is_whole = outputs.size == outputs.total and inputs.size == inputs.total
-        return weight if is_whole else self._part_of(weight, outputs.slice, inputs)
+            whole = self._dummy(name, (outputs.total, inputs.total), self._quantization)
+            return part_of(whole, outputs, inputs, self.dtype)
+        shape = outputs, inputs
+        return StoredWeight(self.source, name, self._quantization, shape, self.dtype, self.device).read()
 
     def _dummy(self, name: str, shape: tuple[int, ...], quantization: Quantization) -> Weight:
         assert isinstance(self.source, DummyWeights)
@@ -539,9 +473,9 @@ class WeightReader:
 
     def stacked(self, names: Sequence[str], rows: Sequence[Size], *columns: Size) -> torch.Tensor:
         """Return tensors of `[rows[i], *columns]` one below the other: several weights in one product."""
-        counts = [_span(size).size for size in rows]
+        counts = [span_of(size).size for size in rows]
         stacked = torch.empty(
-            sum(counts), *(_span(size).size for size in columns), dtype=self.dtype, device=self.device
+            sum(counts), *(span_of(size).size for size in columns), dtype=self.dtype, device=self.device
         )
         for part, name, size in zip(torch.split(stacked, counts), names, rows, strict=True):
             part.copy_(self._get(name, (size, *columns), self.dtype))

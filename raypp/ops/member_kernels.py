@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from raypp.ops.backend import AddedProjection, Experts, KernelSet, LMHead, Routing
+from raypp.ops.backend import AddedProjection, Experts, KernelSet, LMHead, Projection, Routing
 from raypp.ops.weight import Weight
 
 
@@ -62,6 +62,20 @@ def with_members(kernels: KernelSet, members: Members | None, vocab_size: int) -
     return kernels if members is None else cast(KernelSet, _MemberKernels(kernels, members, vocab_size))
 
 
+def joined_outputs(project: Projection, members: Members | None, size: int) -> Projection:
+    """Return a projection to the outputs of all members, [N, size]; `project` gives those of one.
+
+    Args:
+        project: Its last outputs may be padding on the last member.
+        members: Of the stage; None: it has one, and the projection is returned as it is.
+        size: The outputs of all, without padding.
+    """
+    if members is None:
+        return project
+    joined = members.joined
+    return lambda x: joined(project(x))[:, :size].contiguous()
+
+
 class _MemberKernels:
     def __init__(self, kernels: KernelSet, members: Members, vocab_size: int) -> None:
         self._kernels = kernels
@@ -70,6 +84,9 @@ class _MemberKernels:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
+
+    def in_8_bits(self) -> KernelSet:
+        return with_members(self._kernels.in_8_bits(), self._members, self._vocab_size)
 
     def add_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> AddedProjection:
         """Return (x, residual) -> residual + the sum of x W^T + b over the members, b once."""
@@ -104,10 +121,5 @@ class _MemberKernels:
         is_shared: bool = False,
     ) -> LMHead:
         of_part = self._kernels.lm_head(weight, norm_weight, eps, is_shared=is_shared)
-        joined, vocab_size = self._members.joined, self._vocab_size
-
-        def logits(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-            whole = joined(of_part(x))[:, :vocab_size]
-            return whole.contiguous() if out is None else out.copy_(whole)
-
-        return logits
+        of_all = joined_outputs(of_part, self._members, self._vocab_size)
+        return lambda x, out=None: of_all(x) if out is None else out.copy_(of_all(x))

@@ -110,7 +110,7 @@ class Weight:
         """
         rows, columns = self.block
         if self.scale is None:
-            return Weight(self.data[..., outputs, inputs].contiguous())
+            return Weight(own_copy(self.data[..., outputs, inputs]))
         if columns < self.num_inputs and (inputs.start or inputs.stop < self.num_inputs):
             assert self.order is None, "inputs in an order of their own"
             return self._with_columns(math.gcd(columns, inputs.start, inputs.stop))._part(outputs, inputs)
@@ -140,10 +140,9 @@ class Weight:
         blocks = slice(0, 1) if is_whole else slice(inputs.start // columns, -(-inputs.stop // columns))
 
         def of_blocks(by_block: torch.Tensor | None) -> torch.Tensor | None:
-            return None if by_block is None else by_block[..., first:last, blocks].contiguous()
+            return None if by_block is None else own_copy(by_block[..., first:last, blocks])
 
-        in_bytes = self.data.view(torch.uint8) if self.data.element_size() == 1 else self.data
-        data = in_bytes[..., outputs, of_bytes].contiguous().view(self.data.dtype)
+        data = own_copy(_in_bytes(self.data)[..., outputs, of_bytes]).view(self.data.dtype)
         block = (rows, inputs.stop - inputs.start if is_whole else columns)
         return replace(self, data=data, scale=of_blocks(self.scale), zero=of_blocks(self.zero), block=block)
 
@@ -158,9 +157,9 @@ class Weight:
 
     def _with_outputs(self, outputs: Sequence[int], blocks: Sequence[int]) -> Weight:
         of_outputs, of_blocks = (torch.tensor(each, device=self.data.device) for each in (outputs, blocks))
-        data = self.data.view(torch.uint8) if self.data.element_size() == 1 else self.data
+        data = _in_bytes(self.data).index_select(-2, of_outputs).view(self.data.dtype)
         scale, zero = (None if part is None else part.index_select(-2, of_blocks) for part in (self.scale, self.zero))
-        return replace(self, data=data.index_select(-2, of_outputs).view(self.data.dtype), scale=scale, zero=zero)
+        return replace(self, data=data, scale=scale, zero=zero)
 
     def _spread(self, by_block: torch.Tensor) -> torch.Tensor:
         """Return a number per block as one per element."""
@@ -172,6 +171,16 @@ class Weight:
 def _fp4_values(codes: torch.Tensor) -> torch.Tensor:
     table = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)], device=codes.device)
     return table[codes.int()]
+
+
+def _in_bytes(data: torch.Tensor) -> torch.Tensor:
+    """Return numbers of 8 bits or fewer as bytes, which torch copies in any way."""
+    return data.view(torch.uint8) if data.element_size() == 1 else data
+
+
+def own_copy(part: torch.Tensor) -> torch.Tensor:
+    """Return a part of a tensor that does not keep the rest in memory, as `contiguous` may."""
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def has_form_of(one: Weight, other: Weight, *, with_order: bool = True) -> bool:
@@ -202,7 +211,7 @@ def stacked_weights(weights: Sequence[Weight]) -> Weight:
 
     return replace(
         first,
-        data=torch.cat([weight.data for weight in weights], -2),
+        data=torch.cat([_in_bytes(weight.data) for weight in weights], -2).view(first.data.dtype),
         scale=joined([weight.scale for weight in weights]),
         zero=joined([weight.zero for weight in weights]),
     )

@@ -220,13 +220,8 @@ def _for_members(config: EngineConfig, model: ModelConfig) -> ModelConfig:
     count = config.parallel.tensor_parallel_size
     if count == 1:
         return model
-    refused = {
-        "drafts by a head": config.speculative.method is not None and config.speculative.uses_head,
-        "images": model.vision is not None,
-    }
-    if what := next((name for name, is_asked in refused.items() if is_asked), None):
-        hint = "num_encoders=0 leaves images out" if what == "images" else 'speculative.method = "ngram"'
-        raise _lacks_members(what, count, hint)
+    if model.vision is not None:
+        raise _lacks_members("images", count, "num_encoders=0 leaves images out")
     return of_one_member(model, count)
 
 

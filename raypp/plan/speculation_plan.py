@@ -13,6 +13,7 @@ from raypp.models.checkpoint_names import CHECKPOINT_FILES
 from raypp.models.config import ModelConfig
 from raypp.models.draft_head_config import DraftHeadConfig, load_draft_head_config, load_mtp_config
 from raypp.models.families import FAMILIES
+from raypp.models.members import of_one_member
 from raypp.models.registry import resolve_draft_head_path
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes, total_reads
 from raypp.plan.cost_model import FREE_STEP_TOKENS, step_duration
@@ -105,7 +106,8 @@ def draft_head(
             got=f"speculative.method {given.method}, and {given.model} of kind {head.kind}",
             hint=f'speculative.method = "{head.kind}"',
         )
-    return replace(head, has_8_bit_weights=_has_8_bit_weights(config, hardware, device, dtype)), path
+    layer = of_one_member(head.layer, model.num_members, part="the draft head")
+    return replace(head, layer=layer, has_8_bit_weights=_has_8_bit_weights(config, hardware, device, dtype)), path
 
 
 def _has_8_bit_weights(config: EngineConfig, hardware: Hardware, device: str, dtype: str) -> bool:
@@ -132,13 +134,16 @@ def draft_head_bytes(head: DraftHeadConfig, model: ModelConfig, num_stages: int,
 
     Args:
         head: What it is.
-        model: The target.
-        num_stages: A single stage has the target's embedding anyway; a last one has it if its LM head is tied.
+        model: The target, as one member of a stage has it.
+        num_stages: A single stage has the target's embedding anyway; a last one has it if its LM head is tied. Members
+            of a stage have a part of it, and the head looks tokens up in all of it.
         dtype_bytes: Of a weight.
     """
     own = head.weight_bytes(dtype_bytes)
-    is_there = head.has_embedding or num_stages == 1 or model.tie_word_embeddings
-    return own if is_there else own + embedding_bytes(model, dtype_bytes)
+    is_whole = model.num_members == 1 and (num_stages == 1 or model.tie_word_embeddings)
+    if head.has_embedding or is_whole:
+        return own
+    return own + embedding_bytes(replace(model, num_members=1), dtype_bytes)
 
 
 def draft_head_spec(

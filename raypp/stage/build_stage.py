@@ -13,11 +13,12 @@ from raypp.models.checkpoint_names import PICKLED_FILE, has_safetensors
 from raypp.models.config import ModelConfig
 from raypp.models.decoder import DecoderModel, HeadSupport, compile_layers
 from raypp.models.draft_head import DraftHead
+from raypp.models.members import Member
 from raypp.models.registry import build_model
 from raypp.models.weights import PickledWeights, WeightReader, WeightSource, open_weights, warn_of_unread
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice
 from raypp.ops.kv_cache import allocate_layer_cache
-from raypp.ops.member_kernels import Members
+from raypp.ops.member_kernels import Members, with_members
 from raypp.ops.row_state import LayerMemory, ModulesMemory, allocate_layer_state, allocate_module_memory
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage import Stage
@@ -86,7 +87,7 @@ def build_stage_model(
     if isinstance(model, DecoderModel) and spec.graphs.compile_backend is not None:
         compile_layers(model, spec.max_step_tokens, spec.graphs.compile_backend)
     if isinstance(model, DecoderModel) and spec.draft_head is not None and spec.is_last:
-        model.draft_head = _build_draft_head(spec, spec.draft_head, config, model)
+        model.draft_head = _build_draft_head(spec, spec.draft_head, config, model, members)
     return model
 
 
@@ -102,20 +103,23 @@ def _head_support(spec: StageSpec) -> HeadSupport | None:
     )
 
 
-def _build_draft_head(spec: StageSpec, head: DraftHeadSpec, config: ModelConfig, model: DecoderModel) -> DraftHead:
+def _build_draft_head(
+    spec: StageSpec, head: DraftHeadSpec, config: ModelConfig, model: DecoderModel, members: Members | None
+) -> DraftHead:
     """Return the head on the last stage, with its weights. It computes with kernels of its own if its heads differ."""
     dtype, device, layer = getattr(torch, spec.dtype), torch.device(spec.device), head.config.layer
     kernels = model.kernels
     if any(each.cache != layer.attending[0].cache for each in config.attending):
-        kernels = choose_kernels(device, dtype, block_size=spec.block_size, kv_dtype=getattr(torch, spec.kv_dtype))
+        own = choose_kernels(device, dtype, block_size=spec.block_size, kv_dtype=getattr(torch, spec.kv_dtype))
+        kernels = with_members(own, members, config.vocab_size)
     source: WeightSource = open_weights(spec.load_format, head.path, spec.seed, device)
     if spec.load_format != "dummy" and not has_safetensors(Path(head.path)):
         source = PickledWeights(Path(head.path) / PICKLED_FILE)
-    weights, prefix = WeightReader(source, dtype, device), config.mtp_prefix if head.model is None else None
-    if prefix is not None:
-        weights = WeightReader(source, dtype, device, prefix, layer.quantization)
-    built = DraftHead(head.config, model, weights, kernels, choose_token_choice(device, spec.max_step_rows))
-    warn_of_unread(source, "the draft head", lambda name: name != _TARGET_TO_DRAFT and name.startswith(prefix or ""))
+    prefix = (config.mtp_prefix if head.model is None else None) or ""
+    member = Member(spec.rank, spec.num_members)
+    weights = WeightReader(source, dtype, device, prefix, layer.quantization, member)
+    built = DraftHead(head.config, model, weights, kernels, choose_token_choice(device, spec.max_step_rows), members)
+    warn_of_unread(source, "the draft head", lambda name: name != _TARGET_TO_DRAFT and name.startswith(prefix))
     return built
 
 

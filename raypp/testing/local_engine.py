@@ -255,17 +255,21 @@ def build_members(
     """
     num_stages, count = len(plan.stages), plan.num_members
     groups = [open_local_members(count, member_deadline_s) for _ in range(num_stages)] if count > 1 else []
-    return [
-        build_local_stages(
-            [plan.stage_spec(index, rank) for index in range(num_stages)],
-            plan.model,
-            factory,
-            make_graphs,
-            members=[group[rank] for group in groups] or None,
-            **others,
-        )
-        for rank in range(count)
-    ]
+
+    def of_rank(rank: int) -> list[LocalStage]:
+        specs = [plan.stage_spec(index, rank) for index in range(num_stages)]
+        of_stages = [group[rank] for group in groups] or None
+        try:
+            return build_local_stages(specs, plan.model, factory, make_graphs, members=of_stages, **others)
+        except BaseException:
+            for member in of_stages or ():
+                member.abort()
+            raise
+
+    if count == 1:
+        return [of_rank(0)]
+    with ThreadPoolExecutor(count, "member") as threads:  # their first steps are recorded, and meet
+        return list(threads.map(of_rank, range(count)))
 
 
 class MemberThreads:

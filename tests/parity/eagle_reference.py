@@ -20,12 +20,16 @@ from safetensors.torch import load_file, save_file
 HEADS = ("eagle", "eagle3", "eagle3_qwen", "eagle3_own_vocabulary")
 
 
-def make_head(kind: str, target: Path, directory: Path, *, seed: int = 0) -> Path:
-    """Write a random head for a checkpoint to `directory`, as one of several that are published, and return it."""
+def make_head(kind: str, target: Path, directory: Path, *, seed: int = 0, head_multiple: int = 1) -> Path:
+    """Write a random head for a checkpoint to `directory`, as one of several that are published, and return it.
+
+    It has a multiple of `head_multiple` attention heads.
+    """
     rng, config = random.Random(f"{kind}-{seed}"), json.loads((target / "config.json").read_text())
     hidden, vocab, num_layers = config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]
     num_kv_heads = rng.choice((1, 2))
     num_heads, head_dim, inner = num_kv_heads * rng.choice((1, 2)), rng.choice((8, 16)), rng.choice((48, 80))
+    num_heads *= head_multiple
     is_3 = kind.startswith("eagle3")
     draft_vocab = vocab // 2 if kind == "eagle3_own_vocabulary" else vocab
     settings: dict[str, Any] = {

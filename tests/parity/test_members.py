@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
+from drafting import NUM_DRAFTS, Reference, Witness, make_requests, run
+from eagle_reference import ReferenceHead, make_head
 from exactness import ExactComparison
-from hf_models import make_checkpoint
+from hf_models import hf_greedy, load_reference, make_checkpoint
+from mtp_reference import MtpReference, add_mtp_head, train_mtp_head
 from sizes import sized
 
 from raypp.config.engine_config import EngineConfig
@@ -83,3 +87,77 @@ def test_tokens_equal_transformers(family, count, num_stages, tmp_path):
         )
         _compare(path, family, count, num_stages, seed, comparison)
     comparison.assert_rare()
+
+
+HEADS = [("eagle", 2, 1), ("eagle3_own_vocabulary", 2, 2), ("mtp", 2, 2)]
+MORE_HEADS = [("eagle", 4, 2), ("eagle3", 2, 1), ("eagle3", 4, 3), ("eagle3_qwen", 2, 2), ("mtp", 4, 1), ("mtp", 3, 2)]
+
+
+def _with_head(kind: str, count: int, path: Path) -> tuple[Path, dict, Reference]:
+    """Return a random model, the speculation by a random head of a kind, and the reference of the two."""
+    family, method = ("qwen3_5_moe", 8) if kind == "mtp" else ("qwen3", 4), kind.partition("_")[0]
+    target = make_checkpoint(*family, path / "model", min_layers=4, **_sizes(family[0], count, count))
+    if kind == "mtp":
+        add_mtp_head(target, count)
+        load_reference.cache_clear()
+        return target, {"method": method}, MtpReference(target)
+    head = make_head(kind, target, path / "head", seed=count, head_multiple=count)
+    return target, {"method": method, "model": str(head)}, ReferenceHead(head, target)
+
+
+@pytest.mark.parametrize(("kind", "count", "num_stages"), [*HEADS, *(_full(*each) for each in MORE_HEADS)])
+def test_drafts_of_heads_are_those_of_the_reference(kind, count, num_stages, tmp_path, monkeypatch):
+    """All members propose the same; the text is that without a head."""
+    target, speculative, reference = _with_head(kind, count, tmp_path)
+    asked, witness = make_requests(128), Witness(monkeypatch)
+    common = {"num_stages": num_stages, "tensor_parallel_size": count, "num_kv_blocks": 60}
+    common |= {"max_num_batched_tokens": 24, "min_prefill_chunk_tokens": 5}
+    common |= {"mode": "full" if num_stages == 2 else "none"}
+    plain = [request.output_token_ids for request in run(target, asked, **common)[0]]
+    requests, stats, _ = run(target, asked, speculative=speculative | {"num_speculative_tokens": NUM_DRAFTS}, **common)
+    assert [request.output_token_ids for request in requests] == plain
+    assert stats.num_draft_tokens > stats.num_accepted_tokens
+    texts = sorted((proposal.text, proposal.drafts) for proposal in witness.proposals)
+    assert all(texts[index : index + count] == [texts[index]] * count for index in range(0, len(texts), count))
+    met = witness.compare(reference)
+    assert met["compared"] > 100
+    assert met["excused"] <= met["compared"] / 1000
+
+
+def _accepted(target, asked, speculative, **settings):
+    """Return the texts, and how many drafts were accepted of each request by position."""
+    fixed = {"max_model_len": 256, "num_kv_blocks": 400}
+    given = speculative | {"num_speculative_tokens": NUM_DRAFTS}
+    requests, stats, _ = run(target, asked, speculative=given, **(fixed | settings))
+    assert stats.num_accepted_tokens > stats.num_draft_tokens / 5
+    return [(request.output_token_ids, request.draft_counts.accepted_by_position) for request in requests]
+
+
+def _greedy(prompts):
+    return [(prompt, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)) for prompt in prompts]
+
+
+@pytest.mark.parametrize("num_stages", [2, _full(1)])
+def test_as_many_drafts_of_a_trained_head_are_accepted_as_by_one_member(num_stages):
+    rng = random.Random(0)
+    asked = _greedy([[rng.randrange(2, 400) for _ in range(20)] for _ in range(6)])
+    head = {"method": "eagle3", "model": "tiny-eagle3"}
+    found = [_accepted("tiny", asked, head, num_stages=num_stages, tensor_parallel_size=count) for count in (1, 2)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.full
+def test_as_many_drafts_of_the_models_own_trained_head_are_accepted_as_by_one_member(tmp_path):
+    target, _, _ = _with_head("mtp", 2, tmp_path)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(2, 128) for _ in range(6)] for _ in range(12)]
+    texts = [prompt + hf_greedy(target, prompt, 40)[0] for prompt in prompts]
+    train_mtp_head(target, texts, num_steps=100)
+    load_reference.cache_clear()
+    cells = [(1, 1), (1, 2), (2, 2)]
+    found = [
+        _accepted(target, _greedy(prompts), {"method": "mtp"}, num_stages=stages, tensor_parallel_size=count)
+        for stages, count in cells
+    ]
+    assert found == [found[0]] * len(cells)
+    assert [text for text, _ in found[0]] == [text[6:] for text in texts]

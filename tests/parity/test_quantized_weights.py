@@ -75,6 +75,21 @@ def test_greedy_tokens_of_models_with_experts(tmp_path, index, form):
     compare_texts(source, tmp_path / "small", tmp_path / "plain", num_stages=1 + index % 3)
 
 
+@pytest.mark.parametrize(
+    ("index", "form"),
+    [
+        pytest.param(index, form, id=form, marks=() if form == "awq" else pytest.mark.full)
+        for index, form in enumerate(CONFIGS)
+    ],
+)
+def test_greedy_tokens_on_stages_of_members(tmp_path, index, form):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 120}
+    source = make_checkpoint("qwen3", (8, 12, 14)[index % 3], tmp_path / "source", **sizes)
+    quantize_checkpoint(form, source, tmp_path / "small", tmp_path / "plain")
+    more = {"tensor_parallel_size": (2, 4)[index % 2], "num_stages": 1 + index // 2 % 2}
+    compare_texts(source, tmp_path / "small", tmp_path / "plain", **more)
+
+
 OF_STATES = ("in_proj_qkv", "in_proj_z", "out_proj")
 STATE_FORMS = ("compressed int4", "fp8 blocks", "awq", "compressed fp8 channel", "auto-round gptq")
 

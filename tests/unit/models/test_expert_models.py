@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from raypp.errors import ModelLoadError
 from raypp.models.config import ExpertConfig, load_model_config
 from raypp.models.families import ExpertNames
+from raypp.models.layer import FusedExperts
+from raypp.models.members import Member
 from raypp.models.quantization import ONLINE_FP8, Quantization
 from raypp.models.registry import build_model
 from raypp.models.weights import CheckpointWeights, DummyWeights, WeightReader
@@ -162,6 +164,36 @@ def test_layouts(tmp_path, family, form, caplog):
     twin = _stage(tmp_path / "plain", 0, 3, CheckpointWeights(tmp_path / "plain"))
     assert torch.equal(torch.stack(outputs), _outputs(twin.layers))
     assert _outputs(whole.layers).isfinite().all()
+
+
+@pytest.mark.parametrize("form", ["by expert", "fused", "turned"])
+def test_a_member_reads_its_part_of_experts(tmp_path, form):
+    _write(tmp_path, "qwen3", form)
+    hidden, size = 24, 16
+    experts = load_model_config(tmp_path).experts
+    products = ((("gate_proj", "up_proj"), size, hidden), (("down_proj",), hidden, size))
+
+    def read(source, member):
+        weights = WeightReader(source, torch.float32, CPU, "model.layers.0.mlp.", member=member)
+        of_experts = (
+            weights
+            if form == "by expert"
+            else weights.of(FusedExperts(source, weights.prefix + "experts.", experts, size, hidden))
+        )
+        part = member.part(size // member.count)
+        found = []
+        for names, rows, columns in products:
+            cut = (part if rows == size else rows, part if columns == size else columns)
+            found.append(of_experts.expert_weight("experts.{}.", 5, names, (cut[0],) * len(names), cut[1]).data)
+        return found
+
+    gate_up, down = read(CheckpointWeights(tmp_path), Member())
+    for rank in range(4):
+        source, part = _Recorder(tmp_path), slice(rank * 4, rank * 4 + 4)
+        got = read(source, Member(rank, 4))
+        assert torch.equal(got[0], torch.cat([each[:, part] for each in gate_up.split(size, 1)], 1))
+        assert torch.equal(got[1], down[:, :, part])
+        assert source.most == hidden * size // 4
 
 
 def test_a_square_product_is_told_by_the_other(tmp_path):

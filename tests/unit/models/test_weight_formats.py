@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from safetensors.torch import save_file
 
 from raypp.errors import ModelLoadError
 from raypp.models.config_fields import ConfigFields
+from raypp.models.members import Member
 from raypp.models.quantization import ONLINE_FP8, Quantization, read_quantization
 from raypp.models.weights import CheckpointWeights, DummyWeights, WeightReader
 from raypp.ops.weight import Weight, WeightKind
@@ -141,6 +144,53 @@ def test_dummies_are_in_the_form_of_the_checkpoint(tmp_path, form):
     weight = experts.expert_weight("experts.{}.", 3, ("gate", "up"), (64, 64), 320)
     assert (weight.num_bytes, weight.kind) == (3 * dummy.num_bytes, dummy.kind)
     assert len(weight.dequantized(torch.float32).flatten(0, 1).unique(dim=0)) == 3 * 128
+
+
+class _Counting(CheckpointWeights):
+    """Remembers the most elements of each tensor that were read at once, and its shape."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.read: dict[str, int] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def get(self, name, shape, dtype, where=None):
+        tensor = super().get(name, shape, dtype, where)
+        end = name.rpartition(".")[2]
+        self.read[end], self.shapes[end] = max(tensor.numel(), self.read.get(end, 0)), shape
+        return tensor
+
+
+def _units(form: str) -> tuple[int, int]:
+    """Return how many outputs and inputs may be stored as one, or share a scale."""
+    if kind_of(form) == "int4":
+        return 8, 8
+    known = {"blocks": (12, 20), "mxfp4": (1, 32), "nvfp4": (1, 16), "groups": (1, 8), "int8": (1, 4)}
+    return next((units for name, units in known.items() if name in form), (1, 1))
+
+
+@pytest.mark.parametrize("shape", [(96, 96), (60, 120), (12, 60)])
+@pytest.mark.parametrize("form", CONFIGS)
+def test_a_part_is_that_of_the_whole_and_no_more_is_read(tmp_path, form, shape):
+    whole, quantization = write(tmp_path, form, {"a": (*shape, 0)})["a"], quantization_of(CONFIGS[form])
+    for cut, count in product((0, 1), (2, 3, 4)):
+        size = shape[cut] // count
+        for rank in range(count):
+            source, part = _Counting(tmp_path), Member(rank, count).part(size)
+            sizes = (part, shape[1]) if cut == 0 else (shape[0], part)
+            read = WeightReader(source, torch.float32, CPU, "m.", quantization).weight(("a",), sizes[:1], sizes[1])
+            expected = whole.narrow(cut, part.start, part.size)
+            assert torch.equal(read.dequantized(torch.float32), expected), (cut, count, rank)
+            has_halves = quantization.bits == 4 and size % 2 == 1
+            assert read.kind == ("plain" if cut and ("order" in form or has_halves) else kind_of(form))
+            share = part.widened(_units(form)[cut]).size / shape[cut]
+            for name, num_read in source.read.items():
+                stored = source.shapes[name]
+                is_uncut = name in ("g_idx", "weight_g_idx", "weight_shape") or math.prod(stored) == 1
+                is_by_output = cut == 1 and (len(stored) == 1 or 1 in stored)
+                if not is_uncut and not is_by_output and not (cut and "order" in form):
+                    # The last stored number of a line may be filled in part.
+                    assert num_read <= share * math.prod(stored) + max(stored), (name, cut, count, rank)
 
 
 def test_planned_bytes_are_those_of_weights(tmp_path):

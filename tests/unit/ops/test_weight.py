@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from raypp.ops.weight import Weight, has_form_of, stacked_weights
+from raypp.ops.weight import FP4, Weight, has_form_of, stacked_weights
 
 KINDS = ("plain", "fp8", "int4", "int4 zeros", "int4 order")
 BLOCKS = ((1, 4), (1, 12), (3, 5), (128, 128))
@@ -110,3 +110,25 @@ def test_what_can_be_stacked():
         assert not has_form_of(weight, make(kind, block, 7))
     assert not has_form_of(weight, make("int4 order", (1, 12), 7), with_order=False)
     assert has_form_of(make("fp8", (3, 5), 7), make("fp8", (1, 5), 7))
+
+
+@pytest.mark.parametrize("experts", [(), (2,)])
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_has_its_values_and_keeps_nothing_else(kind, block, experts):
+    weight = make(kind, (1, 4) if "int4" in kind else block, 14, experts=experts)
+    values = weight.dequantized(torch.float32)
+    for outputs, inputs in ((slice(3, 9), slice(0, 12)), (slice(0, 14), slice(4, 10)), (slice(6, 14), slice(2, 12))):
+        if weight.order is not None and inputs != slice(0, 12):
+            continue
+        found = weight.part(outputs, inputs)
+        assert torch.equal(found.dequantized(torch.float32), values[..., outputs, inputs])
+        tensors = [tensor for tensor in (found.data, found.scale, found.zero) if tensor is not None]
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
+
+
+def test_experts_in_halves_of_bytes_are_stacked():
+    data = torch.randint(256, (3, 8, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    whole = Weight(data.view(FP4), torch.ones(3, 8, 1), block=(1, 32))
+    parts = [whole.part(slice(start, start + 2), slice(0, 32)) for start in (0, 4)]
+    assert torch.equal(stacked_weights(parts).data.view(torch.uint8), data[:, [0, 1, 4, 5]])
