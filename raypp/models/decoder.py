@@ -22,7 +22,7 @@ from raypp.models.attention_config import AttentionConfig
 from raypp.models.config import EMBEDDING, LM_HEAD, ModelConfig
 from raypp.models.draft_head import DraftHead
 from raypp.models.layer import TransformerLayer, axis_frequencies, inverse_frequencies, read_norm, read_vocabulary
-from raypp.models.members import ONLY_MEMBER, Member
+from raypp.models.member_sizes import ONLY_MEMBER, Member
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes
 from raypp.models.vision_config import TOWER_PREFIX
 from raypp.models.weights import WeightReader, WeightSource

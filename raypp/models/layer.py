@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 from raypp.errors import ModelLoadError
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig
 from raypp.models.config import ExpertConfig, ModelConfig
-from raypp.models.members import Member, Size, Span
+from raypp.models.member_sizes import Member, Size, Span
 from raypp.models.rope_config import RopeConfig
 from raypp.models.weight_formats import Index
 from raypp.models.weights import WeightReader, WeightSource

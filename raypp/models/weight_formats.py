@@ -30,7 +30,7 @@ from typing import Protocol
 import torch
 
 from raypp.errors import ModelLoadError, page
-from raypp.models.members import Size, Span, span_of
+from raypp.models.member_sizes import Size, Span, span_of
 from raypp.models.quantization import Quantization, WeightFormat
 from raypp.ops.weight import FP4, Weight, quantize_rows
 

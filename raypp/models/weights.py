@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from raypp.errors import ModelLoadError, page
 from raypp.models.checkpoint_names import PLAIN_TYPES, file_of_tensor, lacks_file
-from raypp.models.members import ONLY_MEMBER, Member, Size, Span, span_of
+from raypp.models.member_sizes import ONLY_MEMBER, Member, Size, Span, span_of
 from raypp.models.quantization import FP4_FORMATS, Quantization
 from raypp.models.weight_formats import Index, StoredTensors, StoredWeight, part_of, read_part
 from raypp.ops.weight import FP4, Weight, has_form_of, own_copy, stacked_weights

@@ -13,7 +13,7 @@ from raypp.models.checkpoint_names import CHECKPOINT_FILES
 from raypp.models.config import ModelConfig
 from raypp.models.draft_head_config import DraftHeadConfig, load_draft_head_config, load_mtp_config
 from raypp.models.families import FAMILIES
-from raypp.models.members import of_one_member
+from raypp.models.member_sizes import of_one_member
 from raypp.models.registry import resolve_draft_head_path
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes, total_reads
 from raypp.plan.cost_model import FREE_STEP_TOKENS, step_duration

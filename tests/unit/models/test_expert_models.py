@@ -13,7 +13,7 @@ from raypp.errors import ModelLoadError
 from raypp.models.config import ExpertConfig, load_model_config
 from raypp.models.families import ExpertNames
 from raypp.models.layer import FusedExperts
-from raypp.models.members import Member
+from raypp.models.member_sizes import Member
 from raypp.models.quantization import ONLINE_FP8, Quantization
 from raypp.models.registry import build_model
 from raypp.models.weights import CheckpointWeights, DummyWeights, WeightReader

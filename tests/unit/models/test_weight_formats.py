@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from raypp.errors import ModelLoadError
 from raypp.models.config_fields import ConfigFields
-from raypp.models.members import Member
+from raypp.models.member_sizes import Member
 from raypp.models.quantization import ONLINE_FP8, Quantization, read_quantization
 from raypp.models.weights import CheckpointWeights, DummyWeights, WeightReader
 from raypp.ops.weight import Weight, WeightKind
