@@ -35,26 +35,26 @@ MAX_CHAT = (70, 720)  # on a busy machine some 50 functions more run than on an 
 # Statements, docstrings aside. Aims: 26,300 in raypp, 2,100 in serve_app. A larger budget is a decision: say why.
 MAX_STATEMENTS = {
     "raypp": 1_290,  # modules of no package; the request, which was the scheduler's, among them
-    "raypp/actors": 1_805,
+    "raypp/actors": 1_815,
     "raypp/api": 2_320,
     "raypp/batch_job": 860,
     "raypp/cli": 1_045,
     "raypp/config": 565,
-    "raypp/driver": 1_015,
+    "raypp/driver": 1_020,
     "raypp/encoder": 580,
     "raypp/grammar": 1_470,
     "raypp/graphs": 420,
-    "raypp/models": 3_690,  # with transformers' modules, their states, kernels in their place; gated delta nets
+    "raypp/models": 3_760,  # with transformers' modules, their states, kernels in their place; gated delta nets
     "raypp/openai_api": 2_590,
-    "raypp/ops": 5_530,  # with caches and attention by layer; experts with biases; states of rows, in torch and Triton
+    "raypp/ops": 5_545,  # with caches and attention by layer; experts with biases; states of rows, in torch and Triton
     "raypp/pictures": 690,
-    "raypp/plan": 1_480,
+    "raypp/plan": 1_490,
     "raypp/scheduler": 1_830,  # with caches and attention by layer
     "raypp/specdec": 230,
-    "raypp/stage": 2_400,
+    "raypp/stage": 2_415,
     "raypp/supervision": 250,
-    "raypp/testing": 525,
-    "raypp/transport": 1_500,
+    "raypp/testing": 540,
+    "raypp/transport": 1_520,
     "serve_app": 2_080,
 }
 
