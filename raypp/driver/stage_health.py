@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from raypp.errors import RayppError, StageDiedError
+from raypp.errors import RayppError, StageDiedError, name_process
 from raypp.messages import NO_STEP, Bools, Int32s, StageReport, StepPlan, Unrecorded
 from raypp.scheduler.step_budget import StageTimes, StepPredictor, StepWork, amounts, step_ms, step_work
-from raypp.stage.failure import name_process
 
 _MAX_SPANS = 2048  # per stage
 _MAX_STEPS = 4096

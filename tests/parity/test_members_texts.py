@@ -130,13 +130,13 @@ def test_texts_stay_with_drafts_and_late_masks(count, rate, undisturbed_of, monk
     monkeypatch.setattr(
         speculation, "_proposer", lambda spec, tokens, *_: Foreseeing(texts, tokens, rate, spec.max_drafts)
     )
-    comparison = Comparison(path)
+    comparison, met = Comparison(path), Counter[str]()
     for num_stages in sized((2,), (1, 2, 3)):
         settings = {
             "tensor_parallel_size": count,
             "num_stages": num_stages,
             "block_size": 4,
-            "num_kv_blocks": 120,
+            "num_kv_blocks": 80,
             "max_num_batched_tokens": 40,
             "min_prefill_chunk_tokens": 5,
             "speculative": {"method": "ngram", "num_speculative_tokens": 3},
@@ -145,9 +145,9 @@ def test_texts_stay_with_drafts_and_late_masks(count, rate, undisturbed_of, monk
         engines = MortalEngines(_engines(path, [settings], rng), tokenizer().decode, rng)
         comparison.compare(engines.answer(requests_of_all_kinds()), undisturbed)
         stats = engines.engine.stats()
-        assert stats.num_preemptions > 0
-        assert stats.num_late_masks > 0
-        assert stats.num_draft_tokens > 0
-        assert (stats.num_accepted_tokens > 0) == (rate > 0)
+        met["preempted"] += stats.num_preemptions > 0
+        met["late masks"] += stats.num_late_masks > 0
+        met["accepted"] += stats.num_accepted_tokens > rate * stats.num_draft_tokens / 4
+    assert all(met[what] for what in ("preempted", "late masks", "accepted"))
     print(f"\n{comparison.num_tokens} tokens are equal, {comparison.num_excused} near-ties excused")
     assert comparison.num_excused <= max(1, comparison.num_tokens // 1000)
