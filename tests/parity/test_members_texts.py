@@ -6,23 +6,26 @@ What one member makes of them is compared with transformers elsewhere; here it i
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 import pytest
-from answer_comparison import Comparison
+from answer_comparison import MAX_LOGPROB_GAP, Comparison
 from foreseeing import Foreseeing
 from handing_over import Answer, MortalEngines
 from request_kinds import make_with_tokens, requests_of_all_kinds, tokenizer
 from sizes import sized
 
+from raypp import LLM, SamplingParams
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.stage import speculation
-from raypp.testing import LocalEngine
+from raypp.testing import LocalEngine, ThreadedEngine, launch_in_threads
 
 RATES = (0.0, 0.3, 0.7, 1.0)
 """Of drafts that are right."""
@@ -39,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {"family": "qwen3_moe", "num_key_value_heads": 1, "moe_intermediate_size": 48},
 }
 SIZES = {"hidden_size": 96, "num_attention_heads": 12, "intermediate_size": 96}
+WAIT_S = 120.0  # for what is expected; only a hang takes this long
 IN_CI = "KV heads of several"
 SEEDS_PER_GROUP = sized(2, 3)
 
@@ -151,3 +155,53 @@ def test_texts_stay_with_drafts_and_late_masks(count, rate, undisturbed_of, monk
     assert all(met[what] for what in ("preempted", "late masks", "accepted"))
     print(f"\n{comparison.num_tokens} tokens are equal, {comparison.num_excused} near-ties excused")
     assert comparison.num_excused <= max(1, comparison.num_tokens // 1000)
+
+
+@pytest.mark.parametrize(("count", "num_stages"), [(2, 2), _full(4, 1), _full(4, 3)])
+def test_answers_of_the_api_stay_when_the_engine_dies(count, num_stages):
+    """Continuations, stop strings and log-probabilities through driver and wire; the engine dies twice meanwhile."""
+    prompts = ["def main(", "import os", "class Node:", "for i in"]
+    kinds: list[dict[str, Any]] = [
+        {"n": 3, "temperature": 0.8, "seed": 1, "logprobs": 2},
+        {"temperature": 0.0, "stop": ["return", "zzz"], "prompt_logprobs": 1},
+        {"n": 2, "temperature": 1.0, "top_p": 0.9, "seed": 2, "bad_words": ["self"]},
+        {"temperature": 0.0, "logprobs": 1, "repetition_penalty": 1.2},
+    ]
+    params = [SamplingParams(**({"max_tokens": 120, "ignore_eos": True} | kind)) for kind in kinds]
+
+    handles: list[ThreadedEngine] = []
+
+    def launch(config: EngineConfig, **factory: Any) -> ThreadedEngine:
+        handles.append(launch_in_threads(config, **factory))
+        return handles[-1]
+
+    def engine(**settings: Any) -> LLM:
+        # Few rows: so some requests have not ended when the engine dies.
+        return LLM("tiny", launch=launch, max_num_seqs=4, **settings)
+
+    with engine() as llm:
+        right = llm.generate(prompts, params)
+    members = {"num_stages": num_stages, "tensor_parallel_size": count, "device": "cpu", "stage_num_threads": 1}
+    with engine(max_engine_restarts=2, **members) as llm, ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(llm.generate, prompts, params)
+        for life in range(2):
+            ends = time.monotonic() + WAIT_S
+            while (stats := llm.stats())["recoveries"]["count"] < life or stats.get("num_generated_tokens", 0) < 60:
+                assert time.monotonic() < ends, "never: tokens"
+            handles[-1].kill_stage(0)
+        found = pending.result(WAIT_S)
+        assert llm.stats()["recoveries"]["num_carried_over"] > 0
+    for one, other in zip(found, right, strict=True):
+        for completion, expected in zip(one.outputs, other.outputs, strict=True):
+            assert (completion.text, completion.token_ids) == (expected.text, expected.token_ids)
+            assert completion.finish_reason == expected.finish_reason
+            _assert_close(completion.logprobs, expected.logprobs)
+        _assert_close(one.prompt_logprobs, other.prompt_logprobs)
+
+
+def _assert_close(found: Any, right: Any) -> None:
+    assert (found is None) == (right is None)
+    for beside, expected in zip(found or (), right or (), strict=True):
+        shared = (beside or {}).keys() & (expected or {}).keys()
+        assert len(shared) >= len(expected or ()) - 1, "of the last two that are reported, either may be"
+        assert all(abs(beside[token].logprob - expected[token].logprob) < MAX_LOGPROB_GAP for token in shared)

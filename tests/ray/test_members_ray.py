@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from engine_listener import EngineListener
-from leftovers import actor_processes, raypp_processes, wait_until_gone
+from leftovers import actor_processes, listening_ports, raypp_processes, unused_shared_memory, wait_until_gone
 from ray import cloudpickle
 from recovery_campaign import Report, run_campaign, text_engine
 
@@ -74,8 +74,10 @@ def test_texts_stay_and_other_stages_are_kept_when_a_member_dies_or_freezes(tran
     with LLM("tiny", launch=launch_in_threads) as llm:
         right = _tokens(llm, num_tokens)
     before, watched = raypp_processes(), _Watched()
+    memory_before = unused_shared_memory()
     with LLM("tiny", launch=watched.launch, transport=transport, max_engine_restarts=3, **MEMBERS, **FAULTS) as llm:
         assert len(llm.processes()["stages"]) == 2 * NUM_MEMBERS
+        num_ports = {pid: len(listening_ports(pid)) for pid in llm.processes()["stages"]}
         for index, (number, words) in {3: (signal.SIGKILL, "died"), 0: (signal.SIGSTOP, "is frozen")}.items():
             old, listener = llm.processes()["stages"], watched.listener
             num_before = llm.stats()["num_generated_tokens"]
@@ -96,8 +98,11 @@ def test_texts_stay_and_other_stages_are_kept_when_a_member_dies_or_freezes(tran
             assert isinstance(error, StageDiedError)
             assert error.stage_index == index // NUM_MEMBERS
         assert _tokens(llm, num_tokens) == right
+        survivors = [pid for pid in llm.processes()["stages"] if pid in num_ports]
+        assert [len(listening_ports(pid)) for pid in survivors] == [num_ports[pid] for pid in survivors]
         assert llm.stats()["recoveries"]["num_carried_over"] == 2 * len(PROMPTS)
     assert not wait_until_gone(raypp_processes() - before, 1.0)
+    _wait_for(lambda: not unused_shared_memory() - memory_before, "no shared memory left")
 
 
 @dataclass(frozen=True)
