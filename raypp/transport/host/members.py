@@ -178,9 +178,9 @@ class GlooMembers:
         try:
             begin(group).wait(timedelta(seconds=self._deadline_s))
         except RuntimeError as error:
-            failure = self._failure(time.monotonic() - started, error)
+            waited_s = time.monotonic() - started
             self._break_off(group)  # those that wait for this one need not wait for its process to end
-            raise failure from error
+            raise self._failure(waited_s, error) from error
 
     def _failure(self, waited_s: float, error: RuntimeError) -> RayppError:
         if self._aborted.is_set():
