@@ -75,7 +75,8 @@ def test_texts_stay_and_other_stages_are_kept_when_a_member_dies_or_freezes(tran
         right = _tokens(llm, num_tokens)
     before, watched = raypp_processes(), _Watched()
     memory_before = unused_shared_memory()
-    with LLM("tiny", launch=watched.launch, transport=transport, max_engine_restarts=3, **MEMBERS, **FAULTS) as llm:
+    options = {"transport": transport, "mode": "full_and_piecewise"}  # padded steps, called
+    with LLM("tiny", launch=watched.launch, max_engine_restarts=3, **options, **MEMBERS, **FAULTS) as llm:
         assert len(llm.processes()["stages"]) == 2 * NUM_MEMBERS
         num_ports = {pid: len(listening_ports(pid)) for pid in llm.processes()["stages"]}
         for index, (number, words) in {3: (signal.SIGKILL, "died"), 0: (signal.SIGSTOP, "is frozen")}.items():
