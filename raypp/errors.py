@@ -173,6 +173,17 @@ class StageDiedError(EngineDeadError):
         self.stage_index = stage_index
 
 
+def name_process(index: int, num_members: int) -> tuple[str, int]:
+    """Return what a process of the stages is called, and its stage's index.
+
+    Args:
+        index: Of the process: the members of a stage follow each other.
+        num_members: Of each stage.
+    """
+    stage_index, rank = divmod(index, num_members)
+    return (f"stage {stage_index}" if num_members == 1 else f"member {rank} of stage {stage_index}"), stage_index
+
+
 class GraphMismatchError(RayppError):
     """A CUDA graph that no longer does what was captured: found by `graphs.debug_every`."""
 

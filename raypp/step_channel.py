@@ -27,7 +27,7 @@ from typing import Any
 
 import zmq
 
-from raypp.errors import DeadlineError, ResourceError
+from raypp.errors import DeadlineError, ResourceError, name_process
 from raypp.messages import StageReport, pack, unpack
 from raypp.zmq_sockets import close_with_owner
 
@@ -160,7 +160,7 @@ class DriverChannel:
         for index in full:
             if not _offer_until(self._plan_sockets[index], frame, ends, is_over):
                 raise DeadlineError(
-                    f"stage {index} does not take its plans",
+                    f"{name_process(index, self._num_members)[0]} does not take its plans",
                     got=f"a full queue for {self._send_timeout_s} s",
                     hint="the stage is gone, frozen, or never connected",
                 )
@@ -173,7 +173,8 @@ class DriverChannel:
         """Tell every stage to stop. Does not wait: a stage whose queue is full has to be killed anyway."""
         for index, socket in enumerate(self._plan_sockets):
             if not _offer(socket, _HEADER.pack(_Kind.STOP, _ALL_STAGES)):
-                logger.info("stage %d could not be told to stop", index)  # most often it is what has died
+                name = name_process(index, self._num_members)[0]
+                logger.info("%s could not be told to stop", name)  # most often it is what has died
 
     def send_heartbeat(self) -> None:
         """Tell every stage that the driver is alive, unless its queue is full."""
@@ -222,25 +223,28 @@ class StageChannel:
     """A stage's end.
 
     Args:
-        stage_index: Which stage this is.
+        process_index: Which process of the stages this is.
         plan_address: Its entry of `DriverChannel.stage_addresses`.
         result_address: `DriverChannel.result_address`.
-        num_stages: Sizes the queues.
+        num_stages: Processes of all stages; sizes the queues.
+        num_members: Of each stage.
         server_key: `DriverChannel.server_key`.
         send_timeout_s: How long the driver may leave a result untaken.
     """
 
     def __init__(
         self,
-        stage_index: int,
+        process_index: int,
         plan_address: str,
         result_address: str,
         *,
         num_stages: int = 64,
+        num_members: int = 1,
         server_key: bytes | None = None,
         send_timeout_s: float = 60.0,
     ) -> None:
-        self._stage_index = stage_index
+        self._process_index = process_index
+        self._name = name_process(process_index, num_members)[0]
         self._send_timeout_s = send_timeout_s
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._plans = context.socket(zmq.PULL)
@@ -295,7 +299,7 @@ class StageChannel:
 
     def send_heartbeat(self, step_id: int, report: StageReport | None = None) -> bool:
         """Tell the driver the last finished step; return whether the queue had room."""
-        header = _HEADER.pack(_Kind.HEARTBEAT, self._stage_index) + _HEARTBEAT.pack(step_id)
+        header = _HEADER.pack(_Kind.HEARTBEAT, self._process_index) + _HEARTBEAT.pack(step_id)
         return _offer(self._results, header if report is None else header + pack(report))
 
     def close(self, *, delivers: bool = True) -> None:
@@ -312,10 +316,10 @@ class StageChannel:
         self._close_sockets()
 
     def _send(self, kind: _Kind, payload: bytes) -> None:
-        frame = _HEADER.pack(kind, self._stage_index) + payload
+        frame = _HEADER.pack(kind, self._process_index) + payload
         if not _offer_until(self._results, frame, time.monotonic() + self._send_timeout_s):
             raise DeadlineError(
-                f"the driver does not take the messages of stage {self._stage_index}",
+                f"the driver does not take the messages of {self._name}",
                 got=f"a full queue for {self._send_timeout_s} s",
                 hint="the driver is gone or frozen",
             )

@@ -20,11 +20,10 @@ from raypp.driver.engine_loop import ChannelPipeline, Engine
 from raypp.driver.grammars import Grammars
 from raypp.driver.server import DriverServer, OpenRequests, open_client_socket, spare_the_collector
 from raypp.driver.stage_health import FailureReports, StageHealth, Witness
-from raypp.errors import EngineDeadError
+from raypp.errors import EngineDeadError, name_process
 from raypp.grammar.grammar_threads import GrammarThreads
 from raypp.plan.engine_plan import EnginePlan
 from raypp.scheduler.scheduler import Scheduler
-from raypp.stage.failure import name_process
 from raypp.step_channel import DriverChannel
 from raypp.supervision.supervisor import StartTimes
 from raypp.tracing import DRIVER_LANE, Lane, Tracer

@@ -23,9 +23,8 @@ from raypp.actors.driver_actor import DriverActor
 from raypp.actors.placement import Placement, actor_environment, alive_nodes, reserve, reserve_when_there_is_room
 from raypp.actors.processes import ActorProcess, StoppedProcesses, end_here, end_processes
 from raypp.actors.stage_pool import StagePool
-from raypp.errors import EngineDeadError, RayppError, StageDiedError
+from raypp.errors import EngineDeadError, RayppError, StageDiedError, name_process
 from raypp.plan.engine_plan import EnginePlan
-from raypp.stage.failure import name_process
 from raypp.supervision.supervisor import StartTimes
 from raypp.tracing import write_chrome_trace
 

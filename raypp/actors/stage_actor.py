@@ -166,6 +166,7 @@ class StageActor:
                 plan_address,
                 result_address,
                 num_stages=self._spec.num_stages * self._spec.num_members,
+                num_members=self._spec.num_members,
                 server_key=server_key,
             )
             self._connected = stage, channel
@@ -209,14 +210,15 @@ class StageActor:
             run_stage_loop(
                 stage,
                 channel,
-                stage_index=self._spec.stage_index,
+                process_index=self._spec.process_index,
+                num_members=self._spec.num_members,
                 heartbeat_s=heartbeat_s,
                 silence_timeout_s=silence_timeout_s,
                 forwards=self._tracer.forwards,
                 is_leaving=self._is_leaving,
             )
         except Exception as error:
-            self._has_failed = name_failure(self._spec.stage_index, error)[1]
+            self._has_failed = name_failure(self._spec.process_index, self._spec.num_members, error)[1]
             has_last_words = not self._is_leaving.is_set()
             raise
         finally:

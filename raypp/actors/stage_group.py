@@ -15,9 +15,9 @@ from raypp.actors.deadline import Deadline, in_short
 from raypp.actors.placement import Placement
 from raypp.actors.processes import ActorProcess
 from raypp.driver.stage_health import BLAME_S, FailureReports, Witness
-from raypp.errors import DeadlineError, RayppError, StageDiedError
+from raypp.errors import DeadlineError, RayppError, StageDiedError, name_process
 from raypp.plan.engine_plan import EnginePlan
-from raypp.stage.failure import name_failure, name_process
+from raypp.stage.failure import name_failure
 from raypp.stage.step_sizes import StageGraphs, StepSizes
 from raypp.tracing import TraceEvent
 
@@ -155,7 +155,7 @@ class StageGroup:
             ray.get(ref)
         except ray.exceptions.RayTaskError as failure:
             cause = failure.cause
-            named, is_cause = name_failure(stage_index, cause)
+            named, is_cause = name_failure(index, self._num_members, cause)
             # While it starts, an error keeps its class: a model that cannot be read is the user's affair, not a death.
             error = cause if isinstance(cause, RayppError) else named
             return error, Witness.OWN_FAILURE if is_cause else Witness.NEIGHBOUR

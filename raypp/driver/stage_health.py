@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from raypp.errors import RayppError, StageDiedError
+from raypp.errors import RayppError, StageDiedError, name_process
 from raypp.messages import NO_STEP, Bools, Int32s, StageReport, StepPlan, Unrecorded
 from raypp.scheduler.step_budget import StageTimes, StepPredictor, StepWork, amounts, step_ms, step_work
-from raypp.stage.failure import name_process
 
 _MAX_SPANS = 2048  # per stage
 _MAX_STEPS = 4096
@@ -245,8 +244,9 @@ class StageHealth:
         stalled_s = self._clock() - self._progress_s
         if stalled_s <= self._step_timeout_s:
             return None
-        index = self._slowest(silent_s)
+        index, is_one = self._slowest(silent_s)
         name, stage_index = name_process(index, self._num_members)
+        name = name if is_one else f"a member of stage {stage_index}"
         return StageDiedError(
             f"{name} is frozen: steps are in flight and none has ended",
             stage_index=stage_index,
@@ -256,16 +256,19 @@ class StageHealth:
             silent_s=stalled_s,
         )
 
-    def _slowest(self, silent_s: list[float]) -> int:
-        """Return the stage that keeps the others waiting.
+    def _slowest(self, silent_s: list[float]) -> tuple[int, bool]:
+        """Return which process keeps the others waiting, and whether it is known to be that member of its stage.
 
-        A stage that is stopped also stops saying so. Else it is the one with the fewest steps, of equals the first:
-        those behind it wait for its output.
+        A process that is stopped also stops saying so. Else it is the one with the fewest steps, of equals the first:
+        those behind it wait for its output. Members of its stage wait for it within the same step.
         """
         longest_s = max(silent_s)
         if longest_s > self._step_timeout_s / 2 and longest_s > 2 * min(silent_s):
-            return silent_s.index(longest_s)
-        return self._last_step_ids.index(min(self._last_step_ids))
+            return silent_s.index(longest_s), True
+        index = self._last_step_ids.index(min(self._last_step_ids))
+        first = index - index % self._num_members
+        of_stage = self._last_step_ids[first : first + self._num_members]
+        return index, of_stage.count(self._last_step_ids[index]) == 1
 
 
 class Witness(IntEnum):

@@ -53,7 +53,8 @@ def run_stage_loop(
     stage: SteppedStage,
     channel: StageChannel,
     *,
-    stage_index: int,
+    process_index: int,
+    num_members: int = 1,
     heartbeat_s: float,
     silence_timeout_s: float,
     forwards: ForwardCounter | None = None,
@@ -66,7 +67,8 @@ def run_stage_loop(
     Args:
         stage: Whose plans these are.
         channel: To the driver.
-        stage_index: Of the stage, for its errors.
+        process_index: Of this process among all of the stages, for its errors.
+        num_members: Of each stage.
         heartbeat_s: How often the driver hears from the stage, busy or idle.
         silence_timeout_s: How long an idle stage believes in a driver that it does not hear.
         forwards: The sums that are reported to the driver.
@@ -100,7 +102,7 @@ def run_stage_loop(
                 if silent_s > silence_timeout_s:
                     raise EngineDeadError(f"the driver has not been heard of for {channel.silence_s:.1f} s")
     except Exception as error:
-        failure = describe_failure(stage_index, error)
+        failure = describe_failure(process_index, num_members, error)
         raise
     finally:
         reader.close()

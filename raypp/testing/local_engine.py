@@ -20,6 +20,7 @@ from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, Item
 from raypp.encoder.build_encoder import build_manager
 from raypp.encoder.delivery import ItemReceiver, ItemSender, Parcel
 from raypp.encoder.worker import EncoderWorker
+from raypp.errors import EngineDeadError
 from raypp.grammar.grammar_threads import Job, MaskJob
 from raypp.grammar.vocabulary import Vocabulary, VocabularySource
 from raypp.graphs.graph_manager import CudaGraphManager
@@ -256,20 +257,23 @@ def build_members(
     num_stages, count = len(plan.stages), plan.num_members
     groups = [open_local_members(count, member_deadline_s) for _ in range(num_stages)] if count > 1 else []
 
-    def of_rank(rank: int) -> list[LocalStage]:
-        specs = [plan.stage_spec(index, rank) for index in range(num_stages)]
-        of_stages = [group[rank] for group in groups] or None
+    def build(rank: int) -> list[LocalStage]:
+        specs, members = [plan.stage_spec(index, rank) for index in range(num_stages)], [of[rank] for of in groups]
         try:
-            return build_local_stages(specs, plan.model, factory, make_graphs, members=of_stages, **others)
+            return build_local_stages(specs, plan.model, factory, make_graphs, members=members or None, **others)
         except BaseException:
-            for member in of_stages or ():
-                member.abort()
+            for each in members:
+                each.abort()
             raise
 
     if count == 1:
-        return [of_rank(0)]
-    with ThreadPoolExecutor(count, "member") as threads:  # their first steps are recorded, and meet
-        return list(threads.map(of_rank, range(count)))
+        return [build(0)]
+    with ThreadPoolExecutor(count, "member") as threads:  # side by side: what they record, they compute together
+        building = [threads.submit(build, rank) for rank in range(count)]
+    errors = [error for each in building if (error := each.exception()) is not None]
+    if errors:  # of the first that failed by itself; the others were aborted
+        raise next((error for error in errors if not isinstance(error, EngineDeadError)), errors[0])
+    return [each.result() for each in building]
 
 
 class MemberThreads:

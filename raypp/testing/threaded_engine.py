@@ -138,9 +138,11 @@ class ThreadedLife:
 
         def loop(index: int) -> Callable[[], None]:
             address, stage_index = driver.stage_addresses[index], index // plan.num_members
-            channel = StageChannel(index, address, driver.result_address, num_stages=len(stages))
+            channel = StageChannel(
+                index, address, driver.result_address, num_stages=len(stages), num_members=plan.num_members
+            )
             tracer = tracers[stage_index] if index % plan.num_members == 0 else Tracer("member", enabled=False)
-            return lambda: _run_stage(plan, stage_index, stages[index], channel, tracer, self._is_leaving)
+            return lambda: _run_stage(plan, index, stages[index], channel, tracer, self._is_leaving)
 
         encoder = LocalEncoder(plan, stages[0].items) if plan.encoders.num_encoders else None
         return [loop(index) for index in range(len(stages))], encoder
@@ -187,7 +189,8 @@ def _run_stage(
         run_stage_loop(
             stage,
             channel,
-            stage_index=index,
+            process_index=index,
+            num_members=plan.num_members,
             heartbeat_s=plan.config.faults.heartbeat_s,
             silence_timeout_s=plan.config.faults.silence_timeout_s,
             forwards=tracer.forwards,

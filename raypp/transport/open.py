@@ -17,7 +17,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it without types
 
 from raypp.config.sections import LinkKind, TransportKind
-from raypp.errors import ConfigError
+from raypp.errors import ConfigError, name_process
 from raypp.transport.edges import Edge, EdgeEnds, OpenEdge, StageLinks, edges_at, links_in_one_process, pipeline_edges
 from raypp.transport.host.gloo import GlooConnection, GlooDevice
 from raypp.transport.host.host_members import GlooMembers, thread_members
@@ -92,7 +92,7 @@ def open_stage_links(
     edges = pipeline_edges(num_stages, [spec.slot_bytes for spec in forward], feedback.slot_bytes)
     _agree(meeting, stage_index, edges, forward, feedback)
     kinds = _resolve(meeting, kind, stage_index, edges, StagePlace.here(device))
-    opener = _LinkOpener(meeting, stage_index, num_stages, device, own_host, deadline_s)
+    opener = _LinkOpener(meeting, stage_index, num_stages, device, own_host, deadline_s, rank, num_members)
     with ExitStack() as opened:
         ends = EdgeEnds()
         # One kind after the other, in the same order on all stages: else two stages could wait for each other.
@@ -217,6 +217,8 @@ class _LinkOpener:
     device: torch.device
     own_host: str
     deadline_s: float
+    rank: int
+    num_members: int
 
     def open(self, kind: LinkKind, edges: list[Edge], opened: ExitStack) -> EdgeEnds:
         """Return this stage's ends of all edges of one kind.
@@ -260,7 +262,8 @@ class _LinkOpener:
                 device,
                 PrefixStore(edge.name, self.meeting.store),
                 0 if self.stage_index == edge.sender else 1,
-                peer_index=edge.peer_of(self.stage_index),
+                peer_index=(peer := edge.peer_of(self.stage_index)),
+                peer_name=name_process(peer * self.num_members + self.rank, self.num_members)[0],
                 open_timeout_s=self.meeting.remaining_s,
                 deadline_s=self.deadline_s,
             )
@@ -271,6 +274,6 @@ class _LinkOpener:
         from raypp.transport.host.ray_collective import CollectiveGroup  # importing Ray takes a second
 
         rendezvous = self.meeting.rendezvous
-        name = f"raypp-{rendezvous.host}-{rendezvous.port}"
+        name = f"raypp-{rendezvous.host}-{rendezvous.port}-{self.rank}"  # members of a rank are a group
         group = CollectiveGroup(name, self.stage_index, self.num_stages, self.meeting.remaining_s)
         return lambda edge: group.connect(edge.peer_of(self.stage_index), self.deadline_s)

@@ -87,6 +87,24 @@ def make_checkpoint(family: str, seed: int, directory: Path, *, min_layers: int 
     return directory
 
 
+def sizes_for_members(family: str, count: int, seed: int) -> dict[str, Any]:
+    """Return sizes that `count` members divide, but for the vocabulary; of KV heads also fewer than members."""
+    sizes = {
+        "hidden_size": 96,
+        "num_attention_heads": 12,
+        "num_key_value_heads": (12, 3 if count == 3 else 2, 1)[seed % 3],
+        "intermediate_size": 96,
+        "vocab_size": 199,
+    }
+    if family in STATE_FAMILIES:
+        sizes |= {"linear_num_key_heads": 12, "linear_num_value_heads": 12}
+    if family in ("qwen3_moe", "qwen3_5_moe", "qwen3_next"):
+        sizes |= {"moe_intermediate_size": 48}
+    if family in ("qwen3_5_moe", "qwen3_next"):
+        sizes |= {"shared_expert_intermediate_size": 24}
+    return sizes
+
+
 def _configuration(family: str, seed: int, min_layers: int) -> dict[str, Any]:
     rng = random.Random(f"{family}-{seed}")
     ratio = _GQA_RATIOS[seed % 3]

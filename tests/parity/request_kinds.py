@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import shutil
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from handing_over import Asked
+from hf_models import make_checkpoint
 from hf_vision import picture
 
 from raypp.api.tokenizer import Tokenizer
@@ -35,6 +38,18 @@ def tokenizer() -> Tokenizer:
 
 def tokens_of(text: str) -> np.ndarray:
     return np.array(tokenizer().encode([text])[0], np.int32)
+
+
+def make_with_tokens(family: str, seed: int, path: Path, **others: Any) -> Path:
+    """Write a random model with the embedded model's tokenizer and end tokens to `path` and return it."""
+    tiny = Path(resolve_model_path("tiny"))
+    known = load_model_config(tiny)
+    ids = {"vocab_size": known.vocab_size, "eos_token_id": list(known.eos_token_ids)}
+    make_checkpoint(family, seed, path, **ids, **others)
+    for file in tiny.iterdir():
+        if file.name not in ("config.json", "model.safetensors", "generation_config.json"):
+            shutil.copy(file, path / file.name)
+    return path
 
 
 @cache

@@ -9,7 +9,7 @@ import pytest
 from drafting import NUM_DRAFTS, Reference, Witness, make_requests, run
 from eagle_reference import ReferenceHead, make_head
 from exactness import ExactComparison
-from hf_models import hf_greedy, load_reference, make_checkpoint
+from hf_models import hf_greedy, load_reference, make_checkpoint, sizes_for_members
 from mtp_reference import MtpReference, add_mtp_head, train_mtp_head
 from sizes import sized
 
@@ -20,24 +20,6 @@ from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 
 NUM_NEW_TOKENS = 24
-SIZES = {
-    "hidden_size": 96,
-    "num_attention_heads": 12,
-    "intermediate_size": 96,
-    "vocab_size": 199,
-}
-STATES = {"linear_num_key_heads": 12, "linear_num_value_heads": 12}
-EXPERTS = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 24}
-
-
-def _sizes(family: str, count: int, seed: int) -> dict:
-    """Return sizes that divide, but for the vocabulary; of KV heads also fewer than members."""
-    sizes = SIZES | {"num_key_value_heads": (12, 3 if count == 3 else 2, 1)[seed % 3]}
-    if family.startswith("qwen3_"):
-        sizes |= STATES
-    if family in ("qwen3_moe", "qwen3_5_moe", "qwen3_next"):
-        sizes |= EXPERTS if family != "qwen3_moe" else {"moe_intermediate_size": 48}
-    return sizes
 
 
 def _compare(path, family, count, num_stages, seed, comparison, **others):
@@ -76,14 +58,14 @@ def _full(*values):
         "qwen3",
         "qwen3_moe",
         "qwen3_5_moe",
-        *map(_full, ("llama", "qwen2", "mixtral", "qwen3_5", "qwen3_next")),
+        *map(_full, ("llama", "qwen2", "mixtral", "mistral", "ministral", "qwen3_5", "qwen3_next")),
     ],
 )
 def test_tokens_equal_transformers(family, count, num_stages, tmp_path):
     comparison = ExactComparison()
     for seed in sized((1,), range(4)):
         path = make_checkpoint(
-            family, seed, tmp_path / f"{seed}", min_layers=max(2, num_stages), **_sizes(family, count, seed)
+            family, seed, tmp_path / f"{seed}", min_layers=max(2, num_stages), **sizes_for_members(family, count, seed)
         )
         _compare(path, family, count, num_stages, seed, comparison)
     comparison.assert_rare()

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import itertools
 import random
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from answer_comparison import Comparison
 from exactness import ExactComparison
+from foreseeing import Foreseeing
 from handing_over import Answer, MortalEngines
 from hf_models import STATE_FAMILIES, make_checkpoint
-from request_kinds import requests_of_all_kinds, tokenizer
+from request_kinds import make_with_tokens, requests_of_all_kinds, tokenizer
 from sizes import sized
 
 from raypp.config.engine_config import EngineConfig
-from raypp.models.config import load_model_config
-from raypp.models.registry import resolve_model_path
-from raypp.ops.row_tokens import StepTokens
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.scheduler.drafts import DraftControl
-from raypp.specdec.proposer import Drafts, Followed, StepHidden
 from raypp.stage import speculation
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
@@ -102,55 +96,10 @@ def test_greedy_tokens_equal_transformers(family, drafts, tmp_path):
         assert met[what], f"{what} was never met"
 
 
-class Foreseeing:
-    """A proposer that knows the texts: each draft is right at a given rate, else it is another token.
-
-    Args:
-        texts: Of all requests, prompts and outputs.
-        table: Tokens of the rows.
-        rate: See above.
-        num_drafts: K_max.
-    """
-
-    has_own_graphs = False
-    _NUM_READ = 5  # tokens before, by which a text is known, together with its length
-
-    def __init__(self, texts: Sequence[list[int]], table: torch.Tensor, rate: float, num_drafts: int) -> None:
-        self._next = {
-            (end, *text[end - self._NUM_READ : end]): text[end : end + num_drafts]
-            for text in texts
-            for end in range(self._NUM_READ, len(text))
-        }
-        self._table = table
-        self._rate = rate
-        self._num_drafts = num_drafts
-
-    def follow(self, tokens: StepTokens, hidden: StepHidden) -> Followed:
-        return ()
-
-    def propose(self, tokens: StepTokens, followed: Followed, max_length: int) -> Drafts:
-        drafts = []
-        for row, length in zip(tokens.rows.tolist(), tokens.lengths.tolist(), strict=True):
-            places = torch.arange(length - self._NUM_READ, length) % self._table.shape[1]
-            known = self._next.get((length, *self._table[row, places].tolist()), [])
-            known = known + [0] * (self._num_drafts - len(known))
-            chances = torch.rand(len(known), generator=torch.Generator().manual_seed(1000 * row + length)).tolist()
-            drafts.append([token if chance < self._rate else 1 for token, chance in zip(known, chances, strict=True)])
-        proposed = torch.full((len(drafts),), self._num_drafts, dtype=torch.int32)
-        return Drafts(torch.tensor(drafts, dtype=torch.int32).view(-1, self._num_drafts), proposed)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a model with states and the embedded model's tokens."""
-    tiny = Path(resolve_model_path("tiny"))
-    known = load_model_config(tiny)
-    ids = {"vocab_size": known.vocab_size, "eos_token_id": list(known.eos_token_ids)}
-    path = make_checkpoint("qwen3_5", 2, tmp_path_factory.mktemp("states"), min_layers=4, **ids)
-    for file in tiny.iterdir():
-        if file.name not in ("config.json", "model.safetensors", "generation_config.json"):
-            shutil.copy(file, path / file.name)
-    return str(path)
+    return str(make_with_tokens("qwen3_5", 2, tmp_path_factory.mktemp("states"), min_layers=4))
 
 
 def _engines(model: str, settings: Sequence[dict[str, Any]], lateness: random.Random | None) -> list[Any]:

@@ -80,3 +80,18 @@ def actor_processes() -> dict[int, str]:
 def raypp_processes() -> set[int]:
     """Return the processes of raypp's actors."""
     return set(actor_processes())
+
+
+def listening_ports(pid: int) -> set[int]:
+    """Return the TCP ports on which a process listens."""
+    sockets = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            sockets.add(os.readlink(path))
+    lines = [line for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
+    found, is_listening = set(), "0A"
+    for line in lines:
+        _, address, _, state, *_, inode = line.split()[:10]
+        if state == is_listening and f"socket:[{inode}]" in sockets:
+            found.add(int(address.rpartition(":")[2], 16))
+    return found

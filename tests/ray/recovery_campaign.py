@@ -159,9 +159,12 @@ _SMALL = {
 }
 
 
-def text_engine(name: str, **settings: Any) -> Setting:
-    """Return the engine of the model without pictures."""
-    return Setting(name, "tiny", _SMALL | settings, text_requests())
+def text_engine(name: str, deaths: tuple[str, ...] = DEATHS, **settings: Any) -> Setting:
+    """Return the engine of the model without pictures.
+
+    `stage 3` among `deaths` is the fourth process of the stages: of several members, they follow each other.
+    """
+    return Setting(name, "tiny", _SMALL | settings, text_requests(), deaths)
 
 
 def picture_engine(name: str, **settings: Any) -> Setting:

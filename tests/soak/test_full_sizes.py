@@ -18,6 +18,8 @@ TIMEOUT_S = 900
 FULL: dict[str, dict[str, str]] = {
     "tests/clients/test_recorded_clients.py": {"TEST_SIZES": "all"},
     "tests/parity/test_speculation.py": {"TEST_SIZES": "all"},
+    "tests/parity/test_members.py": {"TEST_SIZES": "all"},
+    "tests/parity/test_members_texts.py": {"TEST_SIZES": "all"},
     "tests/parity/test_any_decoder.py": {"TEST_SIZES": "all"},
     "tests/parity/test_quantized_weights.py": {"TEST_SIZES": "all"},
     "tests/parity/test_windows.py": {"TEST_SIZES": "all"},
@@ -69,6 +71,7 @@ FULL: dict[str, dict[str, str]] = {
     "tests/unit/api/test_recovery_whole.py": {"TEST_RECOVERIES": "6"},
     "tests/ray/test_encoders_ray.py": {"TEST_SIZES": "all"},
     "tests/ray/test_faults.py": {"FAULT_KILLS": "8", "TEST_SIZES": "all"},
+    "tests/ray/test_members_ray.py": {"TEST_SIZES": "all"},
     "tests/ray/test_parity_ray.py": {"TEST_SIZES": "all"},
     "tests/ray/test_leftovers.py": {"TEST_SIZES": "all"},
     "tests/ray/test_notebook_ray.py": {"TEST_SIZES": "all"},

@@ -1,6 +1,7 @@
-"""Requests outlive their engine: 60 deaths of its parts, a request that kills engines, batch jobs, a node that is lost.
+"""Requests outlive their engine: 80 deaths of its parts, a request that kills engines, batch jobs, a node that is lost.
 
-RECOVERY_KILLS is the number of deaths, RECOVERY_SEED where they fall; `-s` shows a line for each.
+RECOVERY_KILLS is the number of deaths, to which those of members come; RECOVERY_SEED says where they fall; `-s` shows a
+line for each.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ NUM_KILLS = int(os.environ.get("RECOVERY_KILLS", "60"))
 SEED = os.environ.get("RECOVERY_SEED", "0")
 WAIT_S = 150.0
 NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
+MEMBERS_DEATHS = ("stage, in prefill", "stage, then another", "stage stopped", "two at once")
 SETTINGS: dict[str, tuple[float, Setting]] = {
     "n-grams": (0.4, text_engine("n-grams", speculative={"method": "ngram", "min_n": 1, "num_speculative_tokens": 3})),
     "a head, KV in CPU memory": (
@@ -48,6 +50,17 @@ SETTINGS: dict[str, tuple[float, Setting]] = {
         ),
     ),
     "pictures": (0.25, picture_engine("pictures")),
+    "members": (
+        0.34,
+        text_engine(
+            "members",
+            num_stages=2,
+            tensor_parallel_size=2,
+            device="cpu",
+            stage_num_threads=1,
+            deaths=(*(f"stage {index}" for index in range(4)), *MEMBERS_DEATHS),
+        ),
+    ),
 }
 
 

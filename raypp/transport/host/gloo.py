@@ -53,6 +53,7 @@ class GlooConnection:
         store: A store that the two ends of this edge share with no other edge.
         rank: 0 for the sender, 1 for the receiver.
         peer_index: The stage at the other end.
+        peer_name: What the process there is called; by default that stage.
         open_timeout_s: How long the other end may take to come.
         deadline_s: How long a message may take. An edge on which a wait ran out cannot be used again.
 
@@ -67,10 +68,12 @@ class GlooConnection:
         rank: int,
         *,
         peer_index: int,
+        peer_name: str = "",
         open_timeout_s: float,
         deadline_s: float,
     ) -> None:
         self._peer_rank, self._peer_index = 1 - rank, peer_index
+        self._peer_name = peer_name or f"stage {peer_index}"
         # gloo counts milliseconds, and takes 0 for "no limit".
         self._deadline_s = max(math.ceil(deadline_s * 1000), 1) / 1000
         self._aborted = threading.Event()
@@ -78,7 +81,7 @@ class GlooConnection:
             self._group: Any = device.connect(store, rank, open_timeout_s)
         except RuntimeError as error:
             raise DeadlineError(
-                f"no connection to stage {peer_index}",
+                f"no connection to {self._peer_name}",
                 got=str(error),
                 expected=f"a connection within {open_timeout_s} s",
                 hint="the stages' nodes must reach each other over TCP",
@@ -117,7 +120,7 @@ class GlooConnection:
             if self._aborted.is_set() or waited_s < deadline_s:
                 raise self._lost(what, error) from error
             raise DeadlineError(
-                f"{what} stage {self._peer_index} took too long",
+                f"{what} {self._peer_name} took too long",
                 got=f"nothing within {waited_s:.1f} s",
                 hint="the stage is frozen, or its steps take longer than faults.step_timeout_s",
             ) from error
@@ -133,7 +136,7 @@ class GlooConnection:
         try:
             group.recv([torch.empty(1, dtype=torch.uint8)], self._peer_rank, MAX_SLOTS).wait(timedelta(milliseconds=1))
         except RuntimeError:
-            logger.debug("link to stage %d aborted", self._peer_index)
+            logger.debug("link to %s aborted", self._peer_name)
 
     def close(self) -> None:
         """Drop the group: gloo closes its sockets and ends its threads."""
@@ -145,7 +148,7 @@ class GlooConnection:
 
     def _lost(self, what: str, error: RuntimeError) -> RayppError:
         if self._aborted.is_set():
-            return EngineDeadError(f"the link was aborted while {what} stage {self._peer_index}")
+            return EngineDeadError(f"the link was aborted while {what} {self._peer_name}")
         return StageDiedError(
-            f"stage {self._peer_index} is gone: {what} it failed", stage_index=self._peer_index, got=str(error)
+            f"{self._peer_name} is gone: {what} it failed", stage_index=self._peer_index, got=str(error)
         )

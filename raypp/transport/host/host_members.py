@@ -148,14 +148,8 @@ class GlooMembers:
 
     def abort(self) -> None:
         self._aborted.set()
-        group = self._group
-        if group is None:
-            return
-        try:  # as an edge over gloo does: a wait that runs out closes all connections
-            peer = (self.rank + 1) % self.count
-            group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            logger.debug("the members of stage %d aborted", self._stage_index)
+        if (group := self._group) is not None:
+            self._break_off(group)
 
     def close(self) -> None:
         self._group = None
@@ -165,6 +159,19 @@ class GlooMembers:
         self._wait(lambda group: group.allgather([parts], [x.contiguous()]))
         return parts
 
+    def _break_off(self, group: Any) -> None:
+        """Close all connections, as an edge over gloo does: a wait that runs out closes them.
+
+        A wait for a peer that is gone fails at once and closes nothing else, so each peer is waited for.
+        """
+        for peer in range(self.count):
+            if peer == self.rank:
+                continue
+            try:
+                group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                logger.debug("member %d of stage %d has left member %d", self.rank, self._stage_index, peer)
+
     def _wait(self, begin: Callable[[Any], Work]) -> None:
         group, started = self._group, time.monotonic()
         if group is None or self._aborted.is_set():
@@ -172,7 +179,9 @@ class GlooMembers:
         try:
             begin(group).wait(timedelta(seconds=self._deadline_s))
         except RuntimeError as error:
-            raise self._failure(time.monotonic() - started, error) from error
+            waited_s = time.monotonic() - started
+            self._break_off(group)  # those that wait for this one need not wait for its process to end
+            raise self._failure(waited_s, error) from error
 
     def _failure(self, waited_s: float, error: RuntimeError) -> RayppError:
         if self._aborted.is_set():

@@ -349,8 +349,8 @@ def test_a_stage_that_fails_says_why_and_every_client_hears_it(make_rig):
         client.next(Alive)
     # The neighbour notices first; the stage itself knows better.
     gone = StageDiedError("stage 1 is gone", stage_index=1)
-    rig.stages[0].send_error(describe_failure(0, gone))
-    rig.stages[1].send_error(describe_failure(1, ValueError("out of luck")))
+    rig.stages[0].send_error(describe_failure(0, 1, gone))
+    rig.stages[1].send_error(describe_failure(1, 1, ValueError("out of luck")))
     for client in clients:
         dead = client.next(EngineDead)
         assert isinstance(dead, EngineDead)

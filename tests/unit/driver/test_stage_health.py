@@ -60,6 +60,23 @@ def test_a_stopped_stage_is_named_whatever_it_had_finished(stopped):
     assert clock.now_s <= 113.0
 
 
+@pytest.mark.parametrize(
+    ("step_ids", "name"),
+    [
+        ([7, 7, 3, 3], "a member of stage 1 is frozen"),  # they wait for each other within a step
+        ([7, 7, 4, 3], "member 1 of stage 1 is frozen"),
+        ([7, None, 7, 7], "member 1 of stage 0 is frozen"),
+    ],
+)
+def test_members_are_named_as_far_as_they_are_known(step_ids, name):
+    clock = Clock()
+    health = StageHealth(2, 2, step_timeout_s=10.0, silence_timeout_s=20.0, clock=clock)
+    assert _let_pass(clock, health, 2.0, [0 if step_id is None else step_id for step_id in step_ids]) is None
+    error = _let_pass(clock, health, 30.0, step_ids)
+    assert error is not None
+    assert name in str(error)
+
+
 def test_an_idle_pipeline_may_stand_still():
     clock = Clock()
     health = _health(clock)

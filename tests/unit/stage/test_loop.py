@@ -89,7 +89,7 @@ class Rig:
             run_stage_loop,
             self.stage,
             self._channel,
-            stage_index=0,
+            process_index=0,
             heartbeat_s=HEARTBEAT_S,
             silence_timeout_s=silence_timeout_s,
             forwards=self.forwards,
