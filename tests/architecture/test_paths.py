@@ -34,8 +34,8 @@ MAX_CHAT = (70, 720)  # on a busy machine some 50 functions more run than on an 
 
 # Statements, docstrings aside. Aims: 26,300 in raypp, 2,100 in serve_app. A larger budget is a decision: say why.
 MAX_STATEMENTS = {
-    "raypp": 1_290,  # modules of no package; the request, which was the scheduler's, among them
-    "raypp/actors": 1_815,
+    "raypp": 1_300,  # modules of no package; the request, which was the scheduler's, among them
+    "raypp/actors": 1_820,
     "raypp/api": 2_320,
     "raypp/batch_job": 860,
     "raypp/cli": 1_045,
@@ -54,7 +54,7 @@ MAX_STATEMENTS = {
     "raypp/stage": 2_415,
     "raypp/supervision": 250,
     "raypp/testing": 540,
-    "raypp/transport": 1_520,
+    "raypp/transport": 1_530,
     "serve_app": 2_080,
 }
 

@@ -78,7 +78,7 @@ MORE_HEADS = [("eagle", 4, 2), ("eagle3", 2, 1), ("eagle3", 4, 3), ("eagle3_qwen
 def _with_head(kind: str, count: int, path: Path) -> tuple[Path, dict, Reference]:
     """Return a random model, the speculation by a random head of a kind, and the reference of the two."""
     family, method = ("qwen3_5_moe", 8) if kind == "mtp" else ("qwen3", 4), kind.partition("_")[0]
-    target = make_checkpoint(*family, path / "model", min_layers=4, **_sizes(family[0], count, count))
+    target = make_checkpoint(*family, path / "model", min_layers=4, **sizes_for_members(family[0], count, count))
     if kind == "mtp":
         add_mtp_head(target, count)
         load_reference.cache_clear()

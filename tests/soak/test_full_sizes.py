@@ -18,7 +18,6 @@ TIMEOUT_S = 900
 FULL: dict[str, dict[str, str]] = {
     "tests/clients/test_recorded_clients.py": {"TEST_SIZES": "all"},
     "tests/parity/test_speculation.py": {"TEST_SIZES": "all"},
-    "tests/parity/test_members.py": {"TEST_SIZES": "all"},
     "tests/parity/test_members_texts.py": {"TEST_SIZES": "all"},
     "tests/parity/test_any_decoder.py": {"TEST_SIZES": "all"},
     "tests/parity/test_quantized_weights.py": {"TEST_SIZES": "all"},
