@@ -213,7 +213,7 @@ def test_a_stage_that_does_not_come_is_named(server: RendezvousServer) -> None:
 
 
 def test_a_stage_that_agrees_but_never_connects_is_named(server: RendezvousServer) -> None:
-    meeting = Meeting(server.address, DEADLINE_S, "rank 0/")
+    meeting = Meeting(server.address, DEADLINE_S)
     meeting.tell("forward 0 expects", json.dumps(FORWARD.describe()))
     meeting.tell("feedback sends", json.dumps(FEEDBACK.describe()))
     meeting.tell("place 1", StagePlace.here(torch.device("cpu")).to_json())

@@ -33,8 +33,8 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def _make(count: int = COUNT) -> list[GlooMembers]:
-    made = [make_members(1, rank, count) for rank in range(count)]
-    return [one for one in made if one is not None]
+    made = [make_members(1, rank, count, torch.device("cpu")) for rank in range(count)]
+    return [one for one in made if isinstance(one, GlooMembers)]
 
 
 def _open(one: GlooMembers, at: Rendezvous, deadline_s: float) -> None:
@@ -169,7 +169,7 @@ import sys, torch
 from raypp.transport.open import make_members, open_members
 from raypp.transport.rendezvous import Rendezvous
 rank, count, port = map(int, sys.argv[1:])
-members = make_members(1, rank, count)
+members = make_members(1, rank, count, torch.device("cpu"))
 open_members(members, 1, Rendezvous("127.0.0.1", port), own_host="127.0.0.1", open_timeout_s=20.0, deadline_s=20.0)
 members.sum_(torch.ones(2, 2))
 print("met", flush=True)
