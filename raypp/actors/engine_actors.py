@@ -249,6 +249,12 @@ def tune_engine(
         context_len = context_len or default_context_len(plan, num_rows)
         if min(num_rows, context_len) < 1:
             raise ConfigError("nothing can be measured", got=f"{num_rows} rows of {context_len} tokens")
+        if plan.num_members > 1:
+            raise ConfigError(
+                "what members of a stage take together is not measured",
+                got=f"tensor_parallel_size={plan.num_members}",
+                expected="tensor_parallel_size = 1, or layer_partition by hand",
+            )
         resources = plan.member_resources()
         check_capacity(alive_nodes(), [resources], "pack")
         measure: Any = measure_costs  # Ray's types know no keywords

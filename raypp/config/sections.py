@@ -102,7 +102,8 @@ class CacheSection(Section):
     of the precision. `auto`: fp8 where config.json has a `kv_cache_scheme` and the device can, else model. `fp8_e4m3`
     and `float8_e4m3fn` are fp8."""
     kv_cache_bytes: int = Field(default=1 << 28, ge=1)
-    """Bytes of KV cache per stage on a CPU, where no device says how much memory is there to be used."""
+    """Bytes of KV cache per stage on a CPU, or per member of one, where no device says how much memory is there to be
+    used."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """The share of a GPU's memory that a stage may use, times the share of the GPU it asked Ray for."""
     enable_prefix_caching: bool = True
@@ -112,10 +113,10 @@ class CacheSection(Section):
     """Snapshots of recurrent states for such prefixes; each takes as much memory as a running request's. 0: no prefix
     is reused. None: a quarter of max_num_seqs. Models without such states need none."""
     cpu_kv_bytes: int = Field(default=0, ge=0)
-    """Bytes of main memory per stage for KV blocks that have to make room in the KV cache: of prefixes, and of requests
-    that were preempted. They are copied back where they would be computed again. On GPUs the memory is page-locked. All
-    stages keep as many blocks as the one whose blocks are largest has room for. Where layers have recurrent states,
-    half of it is for snapshots of them. 0: none."""
+    """Bytes of main memory per stage, or per member of one, for KV blocks that have to make room in the KV cache: of
+    prefixes, and of requests that were preempted. They are copied back where they would be computed again. On GPUs the
+    memory is page-locked. All stages keep as many blocks as the one whose blocks are largest has room for. Where layers
+    have recurrent states, half of it is for snapshots of them. 0: none."""
 
 
 class ParallelSection(Section):

@@ -18,7 +18,7 @@ from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig, as_stored, load_model_config
 from raypp.models.member_sizes import of_one_member
 from raypp.models.quantization import ONLINE_FP8, Quantization
-from raypp.models.sizes import kv_bytes_per_token, state_bytes_per_row
+from raypp.models.sizes import kv_bytes_per_token, parameter_counts, state_bytes_per_row
 from raypp.plan.encoder_plan import EncoderPlan, plan_encoders
 from raypp.plan.hardware import Hardware
 from raypp.plan.layer_partition import layers_per_stage
@@ -53,6 +53,7 @@ class EngineLayout:
     config: EngineConfig  # the same, but for what states of rows change: how many requests run, no prefix cache
     model_path: str
     model: ModelConfig
+    num_parameters: tuple[int, int]  # of the whole model, and those that a token is multiplied by
     held_model: ModelConfig  # with the form that its weights have on the device: what sizes are counted of
     dtype: str
     kv_dtype: str  # of the KV cache
@@ -104,7 +105,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     )
     if not config.encoder.num_encoders:
         read = replace(read, vision=None)
-    read = _for_members(config, read)
+    whole, read = read, _for_members(config, read)
     config = _for_row_states(config, read)
     described = with_even_routing(config, read)
     stored = described if config.model.load_format == "dummy" else as_stored(described, model_path)
@@ -178,6 +179,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         config=config,
         model_path=str(model_path),
         model=model,
+        num_parameters=parameter_counts(whole),
         held_model=held,
         dtype=dtype,
         kv_dtype=kv_dtype,
@@ -222,6 +224,8 @@ def _for_members(config: EngineConfig, model: ModelConfig) -> ModelConfig:
         return model
     if model.vision is not None:
         raise _lacks_members("images", count, "num_encoders=0 leaves images out")
+    if config.graphs.compile:
+        raise _lacks_members("compiled layers", count, "compile = false in section graphs")
     return of_one_member(model, count)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -330,8 +330,9 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
     cpu_kv_bytes = [stage.cpu_kv(cpu_kv) for stage in memory]
     if layout.device == "cpu":
         kv_bytes = list(map(add, kv_cache_bytes, cpu_kv_bytes))
-        check_main_memory(memory, kv_bytes)
-        check_host_memory(config, hardware, layout.ngram_window, memory[-1].weight_bytes + kv_bytes[-1])
+        check_main_memory(memory, kv_bytes, model.num_members)
+        of_member = replace(hardware, memory_bytes=hardware.memory_bytes // model.num_members)
+        check_host_memory(config, of_member, layout.ngram_window, memory[-1].weight_bytes + kv_bytes[-1])
     else:
         check_cpu_memory(config, hardware, cpu_kv_bytes)
     last = len(layout.layers) - 1

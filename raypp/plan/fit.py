@@ -19,7 +19,7 @@ from raypp.errors import ConfigError, ResourceError
 from raypp.models.attention_config import ModulesConfig
 from raypp.models.config import ModelConfig
 from raypp.models.registry import resolve_config_path
-from raypp.models.sizes import layer_sizes, parameter_counts
+from raypp.models.sizes import layer_sizes
 from raypp.plan.engine_layout import EngineLayout, lay_out
 from raypp.plan.engine_plan import EnginePlan, plan_layout
 from raypp.plan.hardware import Hardware, Machine, described_hardware, num_machines_for
@@ -85,7 +85,7 @@ class Fit:
     def describe(self) -> dict[str, Any]:
         """Return the answer as plain data."""
         problem, form = self.problem, self.layout.held_model.quantization
-        total, active = parameter_counts(self.layout.model)
+        total, active = self.layout.num_parameters
         return {
             "fits": self.plan is not None,
             "problem": None if problem is None else {"message": problem.message, **_details(problem)},

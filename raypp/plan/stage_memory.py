@@ -363,12 +363,13 @@ def stage_budget_bytes(
     return share_bytes - sum(taken)
 
 
-def check_main_memory(memory: Sequence[StageMemory], kv_bytes: Sequence[int]) -> None:
+def check_main_memory(memory: Sequence[StageMemory], kv_bytes: Sequence[int], num_members: int = 1) -> None:
     """Refuse a stage that a machine without GPUs cannot hold, even if no other stage shares it.
 
     Args:
         memory: Of each stage; one of unknown size passes.
         kv_bytes: What the KV cache of each takes, with what `cpu_kv_bytes` is for.
+        num_members: Of each stage, on one machine; the sizes are those of one.
 
     Raises:
         ResourceError: says which stage, with the numbers.
@@ -376,12 +377,13 @@ def check_main_memory(memory: Sequence[StageMemory], kv_bytes: Sequence[int]) ->
     needed = [stage.weight_bytes + stage.state_bytes + kv for stage, kv in zip(memory, kv_bytes, strict=True)]
     stage_index = needed.index(max(needed))
     stage = memory[stage_index]
-    if not stage.share_bytes or needed[stage_index] <= stage.share_bytes:
+    if not stage.share_bytes or num_members * needed[stage_index] <= stage.share_bytes:
         return
+    times = "" if num_members == 1 else f"{num_members} members with "
     raise ResourceError(
         f"stage {stage_index} does not fit this machine's memory",
         got=f"{stage.share_bytes / 2**30:.2f} GiB",
-        expected=f"{needed[stage_index] / 2**30:.2f} GiB: weights {stage.weight_bytes / 2**30:.2f}, "
+        expected=f"{times}{needed[stage_index] / 2**30:.2f} GiB: weights {stage.weight_bytes / 2**30:.2f}, "
         f"KV blocks {kv_bytes[stage_index] / 2**30:.2f}, "
         f"states of requests {stage.state_bytes / 2**30:.2f}",
         hint="more stages on more machines, or a smaller num_kv_blocks, kv_cache_bytes or cpu_kv_bytes",
@@ -508,11 +510,16 @@ def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> i
     return max(layer_bytes, logits_bytes) + table_bytes + mask_bytes + draw_bytes(most_positions, model.vocab_size)
 
 
+_BLOCKS_OF_NOTHING = 8
+"""In CPU memory for each on the device, where blocks take no memory."""
+
+
 def plan_cpu_kv(config: EngineConfig, memory: Sequence[StageMemory], num_blocks: Sequence[int]) -> CpuKv:
     """Return what every stage keeps in CPU memory: KV blocks of groups in the proportion of those on the device.
 
     Where layers keep states, snapshots get half of the bytes. A prompt needs both, and which of them are more for a
-    turn of a conversation depends on its length: either half holds at least half as much as it would alone.
+    turn of a conversation depends on its length: either half holds at least half as much as it would alone. Where no
+    layer has KV, snapshots get all, and blocks, which take nothing, are a multiple of those on the device.
 
     Args:
         config: `cpu_kv_bytes` says how much.
@@ -523,9 +530,11 @@ def plan_cpu_kv(config: EngineConfig, memory: Sequence[StageMemory], num_blocks:
         ResourceError: not even one block, or one snapshot.
     """
     num_bytes, row_bytes = config.cache.cpu_kv_bytes, max(stage.row_bytes for stage in memory)
-    num_shares = 2 if row_bytes else 1
-    share, most = num_bytes // num_shares, max(1, *(stage.kv(num_blocks) for stage in memory))
-    kept = CpuKv(tuple(share * count // most for count in num_blocks), share // row_bytes if row_bytes else 0)
+    most = max(stage.kv(num_blocks) for stage in memory)
+    num_shares = 2 if row_bytes and most else 1
+    share = num_bytes // num_shares
+    blocks = [share * count // most if most else _BLOCKS_OF_NOTHING * count * (num_bytes > 0) for count in num_blocks]
+    kept = CpuKv(tuple(blocks), share // row_bytes if row_bytes else 0)
     if num_bytes and not (all(kept.num_blocks) and (kept.num_snapshots or not row_bytes)):
         largest = num_shares * max(row_bytes, *(sum(stage.block_bytes) for stage in memory))
         raise ResourceError(
@@ -539,7 +548,9 @@ def plan_cpu_kv(config: EngineConfig, memory: Sequence[StageMemory], num_blocks:
 
 def num_staged_blocks(config: EngineConfig, block_bytes: Sequence[Sequence[int]]) -> int:
     """Return the blocks of each group that every stage copies at a time; 0 without any in CPU memory."""
-    largest = max(1, *map(sum, block_bytes))
+    largest = max(map(sum, block_bytes))
+    if not largest:
+        return min(config.cache.cpu_kv_bytes, 1)
     return min(config.cache.cpu_kv_bytes // largest, max(1, _STAGED_BYTES // largest))
 
 

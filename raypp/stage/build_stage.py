@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from raypp.errors import ConfigError
 from raypp.models.attention_config import GatedDeltaConfig, ModulesConfig
 from raypp.models.checkpoint_names import PICKLED_FILE, has_safetensors
 from raypp.models.config import ModelConfig
@@ -57,7 +58,14 @@ def build_stage_model(
 
     Raises:
         ModelLoadError: the checkpoint cannot be read.
+        ConfigError: a factory, and several members.
     """
+    if factory is not None and spec.num_members > 1:
+        raise ConfigError(
+            "a stage_factory makes stages of one member",
+            got=f"tensor_parallel_size={spec.num_members}, and a stage_factory",
+            expected="tensor_parallel_size = 1",
+        )
     if factory is not None:
         return factory(spec, config)
     dtype, device = getattr(torch, spec.dtype), torch.device(spec.device)

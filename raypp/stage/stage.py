@@ -180,9 +180,11 @@ class Stage:
 
     def close(self) -> None:
         """Close the links, once what was sent is out."""
-        self._links.close()
-        if self._members is not None:
-            self._members.close()
+        try:
+            self._links.close()
+        finally:
+            if self._members is not None:
+                self._members.close()
 
     def abort(self) -> None:
         """End all waits for neighbours and other members, those of the device too. From any thread."""

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,12 @@ WINDOW_FAMILIES = ("mistral", "ministral")
 
 STATE_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Gated delta nets, and gated attention in some of the layers."""
+
+if find_spec("fla") is not None:  # whose kernels transformers would take, and a CPU cannot run
+    sys.modules["fla"] = None  # type: ignore[assignment]
+    for _family in STATE_FAMILIES:
+        import_module(f"transformers.models.{_family}.modeling_{_family}")
+    del sys.modules["fla"]
 
 _ARCHITECTURES = {
     "qwen3_5": "Qwen3_5",

@@ -13,7 +13,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work  # torch.distributed has it without types
+from torch._C._distributed_c10d import (  # torch.distributed has them without types
+    AllgatherOptions,
+    BroadcastOptions,
+    Work,
+)
 
 from raypp.errors import DeadlineError, EngineDeadError, RayppError, StageDiedError
 from raypp.transport.host.gloo import GlooDevice
@@ -141,9 +145,9 @@ class GlooMembers:
     def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         made = make() if self.rank == 0 else None
         size = torch.tensor([0 if made is None else len(made)])
-        self._wait(lambda group: group.broadcast(size, 0))
+        self._wait(lambda group: group.broadcast([size], self._options(BroadcastOptions())))
         found = torch.empty(int(size), dtype=torch.int32) if made is None else made
-        self._wait(lambda group: group.broadcast(found, 0))
+        self._wait(lambda group: group.broadcast([found], self._options(BroadcastOptions())))
         return found
 
     def abort(self) -> None:
@@ -156,8 +160,13 @@ class GlooMembers:
 
     def _gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.count)]
-        self._wait(lambda group: group.allgather([parts], [x.contiguous()]))
+        self._wait(lambda group: group.allgather([parts], [x.contiguous()], self._options(AllgatherOptions())))
         return parts
+
+    def _options(self, options: Any) -> Any:
+        """Return options of an operation, with its own time: without, the group's is that of meeting."""
+        options.timeout = timedelta(seconds=self._deadline_s)
+        return options
 
     def _break_off(self, group: Any) -> None:
         """Close all connections, as an edge over gloo does: a wait that runs out closes them.

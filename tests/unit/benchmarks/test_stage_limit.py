@@ -26,7 +26,7 @@ def test_reading_bounds_a_decode_step_and_the_last_stage_reads_the_head(shapes):
     speed = DeviceSpeed(read_bytes_per_s=1e9, flops_per_s=1e15)
     done = StepWork(num_decode_rows=4, num_decode_tokens=4, num_decode_kv=402, num_logits=4)
     work = forward_work(_forward(0, num_rows=4, num_tokens=4)._replace(work=done))
-    assert work == Work(num_tokens=4, num_kv_tokens=402, num_attended=402, num_logits=4)
+    assert work == Work(num_tokens=4, num_kv_tokens=402, num_attended=402, num_logits=4, num_rows=4)
     layers = 3 * (layer_sizes(shapes, 2)[0].weight_bytes + 402 * kv_bytes_per_token(shapes, 2)[0])
     assert StageLimit(shapes, 0, 3, False, 2, speed).seconds(work) == pytest.approx(layers / 1e9)
     head = lm_head_bytes(shapes, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from raypp.ops.row_tokens import RowTokens
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.plan.speculation_plan import speculation_bytes, table_bytes
+from raypp.plan.stage_memory import plan_cpu_kv
+from raypp.stage.build_stage import build_stage_model
 from raypp.stage.stage_spec import NUM_PADDING_ROWS
 
 _SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
@@ -337,3 +340,41 @@ def test_a_third_step_is_for_short_ones(tmp_path, shape, num_layers, hardware, s
     assert plan.stage_spec(1).num_ring_entries == 2 * expected
     assert plan.describe()["max_steps_per_cohort"] == expected
     assert plan.resolved_config().scheduler.max_steps_per_cohort == expected
+
+
+def _of_members(count: int, memory_bytes: int = 8 << 30, **settings: object) -> EnginePlan:
+    config = EngineConfig.from_flat("tiny", tensor_parallel_size=count, device="cpu", **settings)
+    return plan_engine(config, Hardware(4, memory_bytes=memory_bytes))
+
+
+def test_members_of_a_stage_share_the_memory_of_its_machine():
+    assert _of_members(1, 1 << 30, kv_cache_bytes=800 << 20).num_members == 1
+    with pytest.raises(ResourceError, match=r"stage 0 does not fit this machine's memory.*2 members with"):
+        _of_members(2, 1 << 30, kv_cache_bytes=800 << 20)
+
+
+def test_members_have_parts_of_one_model():
+    assert _of_members(2).num_parameters == _of_members(1).num_parameters
+    assert _of_members(2).stages[0].weight_bytes < 0.6 * _of_members(1).stages[0].weight_bytes
+
+
+def test_what_members_do_not_have_is_refused_by_name():
+    with pytest.raises(ConfigError, match="compiled layers"):
+        _of_members(2, compile=True)
+    with pytest.raises(ConfigError, match="images"):
+        plan_engine(EngineConfig.from_flat("tiny-vl", tensor_parallel_size=2, device="cpu"), Hardware(4))
+    hardware = Hardware(16, num_gpus=2, gpu_memory_bytes=_H200_BYTES)
+    with pytest.raises(ConfigError, match="stages on GPUs"):
+        plan_engine(EngineConfig.from_flat("tiny", tensor_parallel_size=2), hardware)
+    plan = _of_members(2)
+    with pytest.raises(ConfigError, match="a stage_factory makes stages of one member"):
+        build_stage_model(plan.stage_spec(0), plan.model, lambda spec, config: pytest.fail("not asked for"))
+
+
+def test_blocks_that_take_nothing_are_not_without_end_in_cpu_memory():
+    plan = _of_members(1)
+    memory = [replace(stage, block_bytes=(0,), row_bytes=1 << 20) for stage in plan.memory]
+    kept = plan_cpu_kv(plan.config.with_settings(cpu_kv_bytes=1 << 30), memory, [100])
+    assert kept.num_snapshots == 1 << 10
+    assert 100 <= kept.num_blocks[0] <= 10_000
+    assert plan_cpu_kv(plan.config, memory, [100]).num_blocks == (0,)

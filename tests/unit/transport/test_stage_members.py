@@ -184,3 +184,20 @@ def test_a_member_that_does_not_come_is_an_error(kind):
     with pytest.raises(DeadlineError):
         made[0].sum_(torch.zeros(3))
     server.close()
+
+
+def test_a_late_member_is_waited_for_as_long_as_an_operation_may_take():
+    """However little time was left when they met."""
+    made, server, at_work = [GlooMembers(0, rank, 2) for rank in range(2)], RendezvousServer(), threading.Event()
+
+    def open_one(each: GlooMembers) -> None:
+        each.open(Meeting(server.address, 1.0), own_host="127.0.0.1", deadline_s=DEADLINE_S)
+
+    def add(each: GlooMembers) -> float:
+        if each.rank:
+            at_work.wait(1.5)  # longer than the meeting had; nothing sets it
+        return each.sum_(torch.ones(1)).item()
+
+    by_all(made, open_one)
+    assert by_all(made, add) == [2.0, 2.0]
+    server.close()
