@@ -203,7 +203,10 @@ class _Rig:
         num_prompt_tokens: int,
     ) -> None:
         num_layers = model.num_layers // _NUM_STAGES
-        num_tokens = context_len + _MAX_STEPS + 4 * _WARM_UP_STEPS + 8
+        most_step_tokens = max(plan.config.scheduler.max_num_batched_tokens, num_rows + num_prompt_tokens)
+        # The first rows decode while prompts of the others are computed, a step of each cohort at a time.
+        num_steps = _NUM_STAGES * -(-num_rows * context_len // max(1, most_step_tokens - num_rows))
+        num_tokens = context_len + num_steps + _MAX_STEPS + 4 * _WARM_UP_STEPS + 8
         block_size, num_prompts = plan.config.cache.block_size, int(num_prompt_tokens > 0)
         blocks_per_row, prompt_blocks = -(-num_tokens // block_size), -(-(num_prompt_tokens + 1) // block_size)
         max_rows = num_rows + num_prompts
@@ -214,7 +217,7 @@ class _Rig:
             transport="local",
             max_num_seqs=max_rows + NUM_PADDING_ROWS,
             max_step_rows=max_rows,
-            max_step_tokens=max(plan.config.scheduler.max_num_batched_tokens, num_rows + num_prompt_tokens),
+            max_step_tokens=most_step_tokens,
             max_model_len=max(num_tokens, num_prompt_tokens + 1),
             # The scheduler keeps a block free for each running request when it admits another one.
             groups=tuple(
