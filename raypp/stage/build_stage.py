@@ -30,7 +30,8 @@ from raypp.transport.open import StageMembers, open_members, open_stage_links
 from raypp.transport.rendezvous import Rendezvous
 
 StageFactory = Callable[[StageSpec, ModelConfig], StageModel]
-"""Makes a stage's model in place of the one that the checkpoint names; see `raypp.testing.FakeStage`."""
+"""Makes a stage's model in place of the one that the checkpoint names; see `raypp.testing.FakeStage`. With
+`makes_members = True` it makes those of members, too, and sums by itself where these have parts."""
 
 _TARGET_TO_DRAFT = "t2d"  # which tokens a head can draft, the other way round than d2t; only training needs it
 _NUM_KEPT_PRODUCTS = 32
@@ -60,11 +61,12 @@ def build_stage_model(
         ModelLoadError: the checkpoint cannot be read.
         ConfigError: a factory, and several members.
     """
-    if factory is not None and spec.num_members > 1:
+    if factory is not None and spec.num_members > 1 and not getattr(factory, "makes_members", False):
         raise ConfigError(
-            "a stage_factory makes stages of one member",
-            got=f"tensor_parallel_size={spec.num_members}, and a stage_factory",
+            "this stage_factory makes stages of one member",
+            got=f"tensor_parallel_size={spec.num_members}, and a stage_factory without makes_members",
             expected="tensor_parallel_size = 1",
+            hint="one that makes parts of stages, and sums over them by itself, has the attribute makes_members = True",
         )
     if factory is not None:
         return factory(spec, config)

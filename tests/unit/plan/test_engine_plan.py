@@ -367,7 +367,7 @@ def test_what_members_do_not_have_is_refused_by_name():
     with pytest.raises(ConfigError, match="stages on GPUs"):
         plan_engine(EngineConfig.from_flat("tiny", tensor_parallel_size=2), hardware)
     plan = _of_members(2)
-    with pytest.raises(ConfigError, match="a stage_factory makes stages of one member"):
+    with pytest.raises(ConfigError, match="makes stages of one member"):
         build_stage_model(plan.stage_spec(0), plan.model, lambda spec, config: pytest.fail("not asked for"))
 
 
