@@ -183,7 +183,7 @@ class _Elsewhere(_InPlaceOf):
 
 
 @dataclass
-class _Decoded(MoeModelOutputWithPast):  # type: ignore[misc]
+class _Decoded(MoeModelOutputWithPast):  # type: ignore[misc]  # transformers has no types
     """What any decoder returns."""
 
     cache_params: Any = None
@@ -349,21 +349,11 @@ class TransformersModel:
         if self._device.type == "cpu":  # a file that is replaced later must not change a running engine
             for parameter in model.parameters():
                 parameter.data = parameter.data.clone()
-        if self._keeps_states:
-            _LOG.warning(
-                "layers %d to %d: all steps run eagerly, for %s keeps states of rows",
-                self._own.start,
-                self._own.stop - 1,
-                type(model).__name__,
-            )
-        if self._waits:
-            _LOG.warning(
-                "layers %d to %d: all steps run eagerly, for %s asks the device for something on the way: %s",
-                self._own.start,
-                self._own.stop - 1,
-                type(model).__name__,
-                self._waits,
-            )
+        why = f"asks the device for something on the way: {self._waits}" if self._waits else None
+        why = "keeps states of rows" if self._keeps_states else why
+        if why is not None:
+            first, last = self._own.start, self._own.stop - 1
+            _LOG.warning("layers %d to %d: all steps run eagerly, for %s %s", first, last, type(model).__name__, why)
 
     def _slices(
         self,

@@ -22,6 +22,7 @@ from raypp import LLM, SamplingParams, StageDiedError
 from raypp.actors.engine_actors import EngineHandle, launch_engine
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import RayppError
+from raypp.stage.build_stage import StageFactory
 from raypp.testing import launch_in_threads
 from raypp.testing.fake_stage import FakeModel
 
@@ -62,8 +63,8 @@ class _Watched:
     def __init__(self) -> None:
         self.listener = EngineListener()
 
-    def launch(self, config: EngineConfig, **factory: object) -> EngineHandle:
-        self.handle = launch_engine(config, **factory)  # type: ignore[arg-type]
+    def launch(self, config: EngineConfig, *, stage_factory: StageFactory | None = None) -> EngineHandle:
+        self.handle = launch_engine(config, stage_factory=stage_factory)
         self.handle.watch(self.listener)
         return self.handle
 
