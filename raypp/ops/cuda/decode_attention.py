@@ -150,6 +150,7 @@ class TritonDecode:
         self._value_dim = value_dim
         self._device = device
         self._workspace = workspace
+        self._cuts: dict[tuple[int, int, int], DecodeTuning] = {}  # by rows, their tokens and bytes of an element
         self._block_d, self._block_dv = (max(_MIN_COLUMNS, triton.next_power_of_2(n)) for n in (head_dim, value_dim))
         query_floats, least = self._block_dv + 2, _MAX_SPLITS * num_kv_heads
         for query_len, per_processor in ((1, 3 * _PROGRAMS_AT_ONCE), (max_query_len, 2)):
@@ -287,8 +288,11 @@ class TritonDecode:
         Raises:
             ConfigError: a row's tokens and one query head take more shared memory than a program can have.
         """
+        of_step = (num_rows, query_len, cache_bytes)
+        if (known := self._cuts.get(of_step)) is not None:
+            return known  # all layers of a step ask for the same one
         shares = [n for n in range(1, self._group + 1) if self._group % n == 0]
-        cuts = (self._cut(num_rows, query_len, cache_bytes, num_shares) for num_shares in shares)
+        cuts = (self._cut(*of_step, num_shares) for num_shares in shares)
         fitting = next((cut for cut in cuts if cut is not None), None)
         if fitting is None:
             most = max(n for n in range(query_len) if self._cut(num_rows, 1 + n, cache_bytes, self._group))
@@ -298,6 +302,7 @@ class TritonDecode:
                 expected=f"at most {most} drafts, with heads of {self._head_dim}",
                 hint="a smaller speculative.num_speculative_tokens or draft_ladder",
             )
+        self._cuts[of_step] = fitting
         return fitting
 
     def _cut(self, num_rows: int, query_len: int, cache_bytes: int, num_shares: int) -> DecodeTuning | None:
@@ -323,7 +328,7 @@ class TritonDecode:
 
     def _filled(self, query_len: int, num_shares: int = 1) -> int:
         """Return the number of a program's queries, without those that only fill a tile."""
-        return int(triton.next_power_of_2(query_len * self._group // num_shares))
+        return 1 << (query_len * self._group // num_shares - 1).bit_length()
 
 
 def _shared_bytes(tuning: DecodeTuning, queries: int, block_d: int, block_dv: int, cache_bytes: int) -> int:
