@@ -27,8 +27,8 @@ from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes
 from raypp.models.vision_config import TOWER_PREFIX
 from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, Rotation
-from raypp.ops.backend import KernelSet, LMHead, Projection
-from raypp.ops.member_kernels import Members, with_members
+from raypp.ops.backend import KernelSet, LMHead, Members, Projection
+from raypp.ops.member_kernels import with_members
 from raypp.ops.row_state import LayerMemory
 from raypp.ops.weight import Weight
 

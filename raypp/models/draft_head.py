@@ -33,9 +33,9 @@ from raypp.models.layer import (
 )
 from raypp.models.weights import WeightReader
 from raypp.ops.attention import AttentionBatch, Rotation
-from raypp.ops.backend import JoinedProjection, KernelSet, Projection
+from raypp.ops.backend import JoinedProjection, KernelSet, Members, Projection
 from raypp.ops.kv_cache import LayerCache
-from raypp.ops.member_kernels import Members, joined_outputs
+from raypp.ops.member_kernels import joined_outputs
 from raypp.ops.sample.tables import AdjustedLogits
 from raypp.ops.sample.token_choice import TokenChoice
 from raypp.ops.weight import Weight

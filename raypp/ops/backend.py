@@ -13,6 +13,7 @@ Two sets exist: that of `raypp.ops.cpu.torch_kernels` runs everywhere, and is th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -155,6 +156,63 @@ class ExpertWeights:
         return self.gate_up.num_bytes + self.down.num_bytes + sum(bias.nbytes for bias in biases if bias is not None)
 
 
+class MemberMemory(Protocol):
+    """What the members of a stage have in GPUs that reach each other; see `raypp.ops.cuda.member_sums`."""
+
+    addresses: torch.Tensor
+    """Int64 [count], on the device: of each member's allocation, as this process sees it."""
+    counts: torch.Tensor
+    """Int32 [programs], on the device: of the sums so far."""
+    stop: torch.Tensor
+    """Int32 [1], in page-locked memory: not 0 ends all waits."""
+    max_bytes: int
+    """The largest tensor that is summed there."""
+
+
+class Members(Protocol):
+    """The members of one stage, from one of them."""
+
+    rank: int
+    count: int
+
+    @property
+    def memory(self) -> MemberMemory | None:
+        """Where small sums are made by kernels alone; None: by `sum_`."""
+
+    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+        """Replace a tensor by the sum of all members' tensors, and return it.
+
+        Raises:
+            DeadlineError: another member did not come in time.
+            StageDiedError: another member is gone.
+            EngineDeadError: `abort` was called.
+        """
+
+    def joined(self, x: torch.Tensor, size: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the first columns of all members' side by side, [N, size]. Raises as `sum_`.
+
+        Shapes: x [N, C], count * C at least size.
+
+        Args:
+            x: This member's.
+            size: Columns of the result.
+            out: Where it goes; None: into a new tensor.
+        """
+
+    def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the tensor of host memory, int32 [n], that the first member makes. Raises as `sum_`.
+
+        Args:
+            make: Called on the first member alone.
+        """
+
+    def abort(self) -> None:
+        """End all waits with an error, from any thread. The members cannot meet again."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+
 class KernelSet(Protocol):
     """Makes operations of weights."""
 
@@ -217,6 +275,9 @@ class KernelSet(Protocol):
 
     def add_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> AddedProjection:
         """Return (x, residual) -> residual + x W^T + b. Shapes: weight [H, K]; bias [H]."""
+
+    def member_sum(self, members: Members) -> AddedProjection:
+        """Return (x, residual) -> the sum of all members' x and the residual, which may be in place of x."""
 
     def experts(
         self,

@@ -10,45 +10,12 @@ operations in the same order. Sums are in the order of ranks, so their bits are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
-from raypp.ops.backend import AddedProjection, Experts, KernelSet, LMHead, Projection, Routing
+from raypp.ops.backend import AddedProjection, Experts, KernelSet, LMHead, Members, Projection, Routing
 from raypp.ops.weight import Weight
-
-
-class Members(Protocol):
-    """The members of one stage, from one of them."""
-
-    rank: int
-    count: int
-
-    def sum_(self, x: torch.Tensor) -> torch.Tensor:
-        """Replace a tensor by the sum of all members' tensors, and return it.
-
-        Raises:
-            DeadlineError: another member did not come in time.
-            StageDiedError: another member is gone.
-            EngineDeadError: `abort` was called.
-        """
-
-    def joined(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the columns of all members side by side, [N, count * C]. Shapes: x [N, C]. Raises as `sum_`."""
-
-    def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the tensor of host memory, int32 [n], that the first member makes. Raises as `sum_`.
-
-        Args:
-            make: Called on the first member alone.
-        """
-
-    def abort(self) -> None:
-        """End all waits with an error, from any thread. The members cannot meet again."""
-
-    def close(self) -> None:
-        """Release everything."""
 
 
 def with_members(kernels: KernelSet, members: Members | None, vocab_size: int) -> KernelSet:
@@ -73,7 +40,7 @@ def joined_outputs(project: Projection, members: Members | None, size: int) -> P
     if members is None:
         return project
     joined = members.joined
-    return lambda x: joined(project(x))[:, :size].contiguous()
+    return lambda x: joined(project(x), size)
 
 
 class _MemberKernels:
@@ -81,6 +48,7 @@ class _MemberKernels:
         self._kernels = kernels
         self._members = members
         self._vocab_size = vocab_size
+        self._sum = kernels.member_sum(members)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
@@ -91,8 +59,8 @@ class _MemberKernels:
     def add_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> AddedProjection:
         """Return (x, residual) -> residual + the sum of x W^T + b over the members, b once."""
         linear = self._kernels.linear(weight, bias if self._members.rank == 0 else None)
-        sum_ = self._members.sum_
-        return lambda x, residual: sum_(linear(x)).add_(residual)
+        sum_ = self._sum
+        return lambda x, residual: sum_(linear(x), residual)
 
     def experts(
         self,
@@ -104,11 +72,10 @@ class _MemberKernels:
         routing: Routing,
     ) -> Experts:
         experts = self._kernels.experts(norm_weight, eps, router, gate_up, down, routing)
-        sum_ = self._members.sum_
+        sum_ = self._sum
 
         def summed(hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-            of_member = sum_(experts(hidden, torch.zeros_like(hidden)))
-            return of_member.add_(hidden if residual is None else residual)
+            return sum_(experts(hidden, torch.zeros_like(hidden)), hidden if residual is None else residual)
 
         return summed
 
@@ -121,5 +88,5 @@ class _MemberKernels:
         is_shared: bool = False,
     ) -> LMHead:
         of_part = self._kernels.lm_head(weight, norm_weight, eps, is_shared=is_shared)
-        of_all = joined_outputs(of_part, self._members, self._vocab_size)
-        return lambda x, out=None: of_all(x) if out is None else out.copy_(of_all(x))
+        joined, size = self._members.joined, self._vocab_size
+        return lambda x, out=None: joined(of_part(x), size, out)

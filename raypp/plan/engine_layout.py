@@ -111,8 +111,6 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     stored = described if config.model.load_format == "dummy" else as_stored(described, model_path)
     num_stages = config.parallel.num_stages
     device = _device(config, hardware)
-    if device != "cpu" and read.num_members > 1:
-        raise _lacks_members("stages on GPUs", read.num_members, "device=cpu")
     dtype = _dtype(config, stored, device)
     model = with_weight_form(config, stored, hardware, device=device, dtype=dtype)
     kv_dtype = choose_kv_dtype(config, model, hardware, device=device, dtype=dtype)

@@ -17,9 +17,10 @@ from raypp.models.draft_head import DraftHead
 from raypp.models.member_sizes import Member
 from raypp.models.registry import build_model
 from raypp.models.weights import PickledWeights, WeightReader, WeightSource, open_weights, warn_of_unread
+from raypp.ops.backend import Members
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice
 from raypp.ops.kv_cache import allocate_layer_cache
-from raypp.ops.member_kernels import Members, with_members
+from raypp.ops.member_kernels import with_members
 from raypp.ops.row_state import LayerMemory, ModulesMemory, allocate_layer_state, allocate_module_memory
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage import Stage

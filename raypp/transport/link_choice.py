@@ -43,10 +43,11 @@ class StagePlace:
         if device.type != "cuda":
             return cls(node, process, None)
         own = device.index if device.index is not None else torch.cuda.current_device()
+        has_peers = os.environ.get("NCCL_P2P_DISABLE") != "1"  # NCCL's word for machines where it does not work
         reachable = tuple(
             _uuid(index)
             for index in range(torch.cuda.device_count())
-            if index == own or torch.cuda.can_device_access_peer(own, index)
+            if index == own or (has_peers and torch.cuda.can_device_access_peer(own, index))
         )
         return cls(node, process, _uuid(own), reachable)
 

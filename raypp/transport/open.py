@@ -6,6 +6,7 @@ mismatch anywhere stops every stage with the same error, and none waits for a ne
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -24,8 +25,9 @@ from raypp.transport.host.host_members import GlooMembers, thread_members
 from raypp.transport.host.local import LocalReceiver, LocalSender, open_local_edge
 from raypp.transport.host.ring import Connection, RingReceiver, RingSender
 from raypp.transport.ipc.cuda_device import CudaDevice
+from raypp.transport.ipc.member_region import MemberRegion
 from raypp.transport.ipc.region import IpcRegion
-from raypp.transport.link_choice import StagePlace, resolve_link
+from raypp.transport.link_choice import StagePlace, ipc_obstacle, resolve_link
 from raypp.transport.nccl.nccl_ends import NcclEdges
 from raypp.transport.nccl.nccl_members import NcclMembers
 from raypp.transport.rendezvous import Meeting, Rendezvous
@@ -146,7 +148,18 @@ def make_members(stage_index: int, rank: int, count: int, device: torch.device) 
     if count == 1:
         return None
     on_host = GlooMembers(stage_index, rank, count)
-    return on_host if device.type == "cpu" else NcclMembers(on_host, stage_index, device)
+    return on_host if device.type == "cpu" else NcclMembers(on_host, stage_index, device, _member_memory)
+
+
+def _member_memory(device: torch.device, rank: int, count: int, meeting: Meeting) -> MemberRegion | None:
+    """Open what members share; None: a GPU does not reach another's memory."""
+    meeting.tell(f"place {rank}", StagePlace.here(device).to_json())
+    places = [StagePlace.from_json(meeting.ask(f"place {each}", each)) for each in range(count)]
+    for one, other in itertools.combinations(places, 2):
+        if (obstacle := ipc_obstacle(one, other)) is not None:
+            logger.info("NCCL makes all sums of the members: %s", obstacle)
+            return None
+    return MemberRegion(CudaDevice(device), rank, count, meeting)
 
 
 def open_local_links(

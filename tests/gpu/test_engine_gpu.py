@@ -43,6 +43,7 @@ PLACES = {
     "one stage": {"num_stages": 1},
     "one GPU": {"num_stages": 2, "transport": "ipc", "stage_num_gpus": 0.5},
     "two GPUs": {"num_stages": 2, "transport": "ipc"},
+    "two members": {"num_stages": 1, "tensor_parallel_size": 2},
     "two GPUs by nccl": {"num_stages": 2, "transport": "nccl"},
     "two GPUs by gloo": {"num_stages": 2, "transport": "gloo"},
     "two GPUs by ray_collective": {"num_stages": 2, "transport": "ray_collective"},
@@ -87,16 +88,17 @@ def test_stages_of_one_process(tmp_path, family, mode):
     ("place", "family"),
     [
         *((place, family) for place in ("one stage", "one GPU", "two GPUs") for family in FAMILIES),
+        *(("two members", family) for family in FAMILIES + STATE_FAMILIES),
         ("two GPUs by nccl", "qwen3"),
         ("two GPUs by gloo", "qwen3"),
         ("two GPUs by ray_collective", "qwen3"),
     ],
 )
 def test_stages_as_actors(tmp_path, place, family):
-    if place.startswith("two GPUs") and torch.cuda.device_count() < 2:
+    if place.startswith("two ") and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     settings = SETTINGS | {"skip_tokenizer_init": True} | PLACES[place]
-    seed = FAMILIES.index(family)
+    seed = (FAMILIES + STATE_FAMILIES).index(family)
     path = make_checkpoint(family, seed, tmp_path / family)
     comparison = ExactComparison()
     with LLM(str(path), **settings) as llm:

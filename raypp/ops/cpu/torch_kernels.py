@@ -17,6 +17,7 @@ from raypp.ops.backend import (
     Gate,
     JoinedProjection,
     LMHead,
+    Members,
     Projection,
     Routing,
     choose_experts,
@@ -91,6 +92,11 @@ class TorchKernels:
         """Return (x, residual) -> residual + x W^T + b. The residual is left as it is."""
         linear = self.linear(weight, bias)
         return lambda x, residual: linear(x).add_(residual)
+
+    def member_sum(self, members: Members) -> AddedProjection:
+        """Return (x, residual) -> x, with all members' x and the residual added."""
+        sum_ = members.sum_
+        return lambda x, residual: sum_(x).add_(residual)
 
     def experts(
         self,

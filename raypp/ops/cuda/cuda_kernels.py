@@ -16,6 +16,7 @@ from raypp.ops.backend import (
     ExpertWeights,
     JoinedProjection,
     LMHead,
+    Members,
     Projection,
     Routing,
 )
@@ -24,6 +25,7 @@ from raypp.ops.cuda.experts import CudaChosenExperts, CudaExperts
 from raypp.ops.cuda.gated_delta import CudaGatedDelta, ScanPlan, plan_scan
 from raypp.ops.cuda.heads import rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
+from raypp.ops.cuda.member_sums import PushedSums
 from raypp.ops.cuda.product_tuning import MAX_ROWS, OwnProduct, input_type_in_8_bits, own_product
 from raypp.ops.cuda.projection import Product, fold_norm, partial_floats, project, rounded_to_8_bits
 from raypp.ops.cuda.quantized_projection import (
@@ -147,6 +149,9 @@ class CudaKernels:
         if self._has_kernel(weight):
             return self._quantized(weight, bias, None).add
         return self._projection(Product(Weight(weight.dequantized(self._dtype)), bias)).add
+
+    def member_sum(self, members: Members) -> PushedSums:
+        return PushedSums(members, self._device)
 
     def experts(
         self,

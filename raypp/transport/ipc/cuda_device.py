@@ -34,7 +34,7 @@ class CudaDevice:
 
     def __init__(self, device: torch.device) -> None:
         self._driver = _import_driver()
-        self._device = device
+        self._device = self.torch_device = device
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # makes torch's context, which the driver API then uses
         self._context = self._call("find the context", self._driver.cuCtxGetCurrent)
@@ -118,14 +118,15 @@ class CudaDevice:
         """Wait until the device has done all that this process gave it. At start only: it has no deadline."""
         torch.cuda.synchronize(self._device)
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` until the stream that was used last is done; return whether it is."""
-        if self._last_stream is None:
+    def drain(self, timeout_s: float, stream: torch.cuda.Stream | None = None) -> bool:
+        """Wait up to `timeout_s` until a stream, or the one that was used last, is done; return whether it is."""
+        stream = stream or self._last_stream
+        if stream is None:
             return True
         ends = time.monotonic() + timeout_s
         done = torch.cuda.Event()
         try:
-            done.record(self._last_stream)
+            done.record(stream)
             while not done.query():
                 if time.monotonic() > ends:
                     return False

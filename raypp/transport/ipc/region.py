@@ -163,14 +163,16 @@ def _round_up(num_bytes: int) -> int:
 
 
 class UnmapBarrier:
-    """One stage's sockets to its neighbours, one each.
+    """One process's sockets to others, one each.
 
     Args:
-        stage_index: Of this stage.
+        index: Of this one, among those that meet.
+        noun: What they are: for errors.
     """
 
-    def __init__(self, stage_index: int) -> None:
-        self._stage_index = stage_index
+    def __init__(self, index: int, noun: str = "stage") -> None:
+        self._index = index
+        self._noun = noun
         self._sockets: dict[int, socket.socket] = {}
         self.address = f"raypp-{secrets.token_hex(16)}"
         """Where neighbours of a higher index connect to."""
@@ -190,9 +192,9 @@ class UnmapBarrier:
         """
         ends = time.monotonic() + timeout_s
         for peer, address in addresses.items():
-            if peer < self._stage_index:
+            if peer < self._index:
                 self._sockets[peer] = self._connect_to(peer, address, timeout_s)
-        awaited = {peer for peer in addresses if peer > self._stage_index}
+        awaited = {peer for peer in addresses if peer > self._index}
         while awaited:
             self._listener.settimeout(max(ends - time.monotonic(), 0.001))
             try:
@@ -203,7 +205,9 @@ class UnmapBarrier:
                     received = connection.recv(_STAGE_INDEX.size, socket.MSG_WAITALL)
             except OSError as error:
                 raise DeadlineError(
-                    f"stage {min(awaited)} did not connect", got=str(error), expected=f"a connection in {timeout_s} s"
+                    f"{self._noun} {min(awaited)} did not connect",
+                    got=str(error),
+                    expected=f"a connection in {timeout_s} s",
                 ) from error
             newcomer = _STAGE_INDEX.unpack(received)[0] if len(received) == _STAGE_INDEX.size else None
             if newcomer in awaited:
@@ -247,11 +251,11 @@ class UnmapBarrier:
             connection.connect(f"\0{address}")
             if (user := _user_of(connection)) != os.geteuid():
                 raise PermissionError(f"its socket is of user {user}, this process of user {os.geteuid()}")
-            connection.sendall(_STAGE_INDEX.pack(self._stage_index))
+            connection.sendall(_STAGE_INDEX.pack(self._index))
         except OSError as error:
             connection.close()
             raise DeadlineError(
-                f"stage {peer} cannot be reached",
+                f"{self._noun} {peer} cannot be reached",
                 got=str(error),
                 hint="ipc links need stages in one network namespace of one node; transport=nccl does not",
             ) from error

@@ -1,6 +1,7 @@
 """The members of a stage on GPUs: sums and joined columns by NCCL, on the current stream, so that graphs hold them.
 
-What hosts tell each other goes over another way, see `HostMembers`. NCCL adds an element's parts in one order and hands
+Small sums need no NCCL where GPUs reach each other, see `SharedMemory`. What hosts tell each other goes over another
+way, see `HostMembers`. NCCL adds an element's parts in one order and hands
 the result to all ranks, so its bits are the same on all members.
 """
 
@@ -34,8 +35,24 @@ class HostMembers(Protocol):
     def close(self) -> None: ...
 
 
+class SharedMemory(Protocol):
+    """What members write into by themselves; see `raypp.ops.backend.MemberMemory`."""
+
+    addresses: torch.Tensor
+    counts: torch.Tensor
+    stop: torch.Tensor
+    max_bytes: int
+
+    def abort(self) -> None: ...
+    def close(self) -> None: ...
+
+
+OpenMemory = Callable[[torch.device, int, int, Meeting], SharedMemory | None]
+"""From device, rank, number of members and where they meet; None: the GPUs do not reach each other."""
+
+
 class NcclMembers:
-    """One process's; see `raypp.ops.member_kernels.Members`.
+    """One process's; see `raypp.ops.backend.Members`.
 
     It is made before the members meet, and they may meet again.
 
@@ -43,15 +60,21 @@ class NcclMembers:
         host: The same members, over host memory.
         stage_index: Theirs.
         device: Of this process.
+        open_memory: Opens what they share, whenever they meet.
     """
 
-    def __init__(self, host: HostMembers, stage_index: int, device: torch.device) -> None:
+    def __init__(
+        self, host: HostMembers, stage_index: int, device: torch.device, open_memory: OpenMemory | None = None
+    ) -> None:
         self.rank, self.count = host.rank, host.count
         self._host = host
         self._stage_index = stage_index
         self._device = device
         self._communicator: Communicator | None = None
         self._current: CurrentStream | None = None
+        self._open_memory = open_memory
+        self.memory: SharedMemory | None = None
+        """Of small sums; None: there is none."""
 
     def open(self, meeting: Meeting, *, own_host: str, deadline_s: float) -> None:
         """Meet the other members, and wait for them.
@@ -68,6 +91,8 @@ class NcclMembers:
             name, self.rank, self.count, first_index=self._stage_index, device=device, meeting=meeting
         )
         self._current = CurrentStream(device)
+        if self._open_memory is not None:
+            self.memory = self._open_memory(device, self.rank, self.count, meeting)
 
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
         """Replace a contiguous tensor by the sum of all members' tensors."""
@@ -79,15 +104,18 @@ class NcclMembers:
             communicator.call(sum_all, address, address, x.numel(), _TYPES[x.dtype], _SUM, stream=stream)
         return x
 
-    def joined(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the columns of all members side by side, [N, count * C]. Shapes: x [N, C]."""
+    def joined(self, x: torch.Tensor, size: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the first columns of all members' side by side, [N, size]. Shapes: x [N, C]."""
         x = x.contiguous()
         parts = x.new_empty(self.count, *x.shape)
         if x.numel():
             communicator, stream = self._open()
             gather, addresses = communicator.nccl.all_gather, (x.data_ptr(), parts.data_ptr())
             communicator.call(gather, *addresses, x.numel(), _TYPES[x.dtype], stream=stream)
-        return parts.transpose(0, 1).flatten(1)
+        out = x.new_empty(len(x), size) if out is None else out
+        for to, part in zip(out.split(x.shape[1], 1), parts, strict=True):
+            to.copy_(part[:, : to.shape[1]])
+        return out
 
     def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the tensor of host memory that the first member makes; the hosts wait for it."""
@@ -96,11 +124,16 @@ class NcclMembers:
     def abort(self) -> None:
         """End all waits, those of the devices too. From any thread."""
         self._host.abort()
+        if self.memory is not None:
+            self.memory.abort()
         if self._communicator is not None:
             self._communicator.abort()
 
     def close(self) -> None:
         """Leave the others, once what was enqueued is done."""
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.close()
         communicator, self._communicator = self._communicator, None
         leaving = None if communicator is None else communicator.leave()
         if leaving is not None:

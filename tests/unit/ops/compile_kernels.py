@@ -45,6 +45,7 @@ from raypp.ops.cuda.experts import CudaChosenExperts, CudaExperts
 from raypp.ops.cuda.gated_delta import CudaGatedDelta, ScanPlan, plan_scan
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
+from raypp.ops.cuda.member_sums import PushedSums
 from raypp.ops.cuda.product_tuning import input_type_in_8_bits, own_product
 from raypp.ops.cuda.quantized_projection import Fp8Projection, Int4Projection
 from raypp.ops.cuda.token_quantization import TokenNorm
@@ -321,9 +322,28 @@ def call_all(workspace: Workspace) -> None:
         yielded = StepTokens(integers, integers, token_ids, lengths, None, *compared)
         chooser.hold(yielded, step_masks, row_tokens.table, drafts)
         verify_kernels.verify_and_append(token_ids, integers, integers, drafts, lengths, lengths, row_tokens.table)
+    call_member_sums()
     for width in (80, 1 << 14):
         table = torch.zeros(32, width, dtype=torch.int32)
         ngram_kernel.NgramKernel(table, window=width, min_n=2, max_n=5, num_drafts=8, max_rows=32)(integers, integers)
+
+
+class TwoMembers:
+    """As the first of two members has them, with memory."""
+
+    rank, count, max_bytes = 0, 2, 1 << 20
+
+    def __init__(self) -> None:
+        self.memory = self
+        self.addresses = torch.zeros(2, dtype=torch.int64)
+        self.counts = self.stop = torch.zeros(64, dtype=torch.int32)
+
+
+def call_member_sums() -> None:
+    """Sum few rows and many."""
+    sums = PushedSums(TwoMembers(), DEVICE)  # type: ignore[arg-type]
+    for rows in (1, 128):
+        sums(torch.empty(rows, 4096, dtype=BF16), torch.empty(rows, 4096, dtype=BF16))
 
 
 def call_experts(workspace: Workspace) -> None:

@@ -124,9 +124,14 @@ def test_an_empty_tensor_has_an_empty_sum(members):
 
 
 def test_columns_lie_side_by_side_by_rank(members):
-    found = by_all(members, lambda each: each.joined(torch.full((2, 3), float(each.rank))))
-    expected = torch.tensor([[0.0] * 3 + [1.0] * 3 + [2.0] * 3] * 2)
-    assert all(torch.equal(each, expected) for each in found)
+    expected = torch.tensor([[0.0] * 3 + [1.0] * 3 + [2.0] * 2] * 2)  # the last column is padding
+    outs = [torch.empty(2, 8) for _ in members]
+    for found in (
+        by_all(members, lambda each: each.joined(torch.full((2, 3), float(each.rank)), 8)),
+        by_all(members, lambda each: each.joined(torch.full((2, 3), float(each.rank)), 8, outs[each.rank])),
+    ):
+        assert all(torch.equal(each, expected) for each in found)
+    assert all(torch.equal(out, expected) for out in outs)
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000])

@@ -1,0 +1,157 @@
+"""Sums over the members of a stage: microseconds of a sum in a graph, by shared memory and by NCCL; two GPUs or more.
+
+    python benchmarks/micro/member_sums.py --rows 1 4 16 64 128 256 --hidden 4096
+
+Each member is a process with a GPU. A graph has 64 sums, each with the small kernel that uses it; the median of its
+replays. Then as many replays as `--replays` says, and a sum without the others, which `abort` ends. The last line is
+JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import print_report
+
+from raypp.ops.cuda.kernel_launch import Device
+from raypp.ops.cuda.member_sums import PushedSums
+from raypp.transport.open import make_members, open_members
+from raypp.transport.rendezvous import Rendezvous, RendezvousServer
+
+_SUMS = 64
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--members", type=int, default=2)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256])
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--replays", type=int, default=1000)
+    args = parser.parse_args()
+    if torch.cuda.device_count() < args.members:
+        sys.exit(f"needs {args.members} GPUs, this machine has {torch.cuda.device_count()}")
+    server = RendezvousServer()
+    context = mp.get_context("spawn")
+    results: Any = context.SimpleQueue()
+    ranks = range(args.members)
+    processes = [context.Process(target=_run, args=(rank, args, server.address, results)) for rank in ranks]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(600)
+        if process.exitcode:
+            sys.exit(f"a member ended with {process.exitcode}")
+    print_report("member_sums", vars(args), results.get(), {})
+
+
+def _run(rank: int, args: argparse.Namespace, address: Rendezvous, results: Any) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    members = make_members(0, rank, args.members, device)
+    assert members is not None
+    open_members(members, 0, address, own_host="127.0.0.1", open_timeout_s=60.0, deadline_s=60.0)
+    figures: dict[str, Any] = {}
+    with torch.inference_mode():
+        stream = torch.cuda.Stream()
+        torch.cuda.set_stream(stream)
+        for rows in args.rows:
+            for name in ("pushed", "nccl"):
+                figures[f"{rows} rows, {name}"] = us = _time(members, rank, rows, args.hidden, name, device)
+                if rank == 0:
+                    print(f"{rows:4d} x {args.hidden}, {name}: {us:.2f} us a sum", flush=True)
+        figures["replays_s"] = _replay(members, rank, args.replays, args.hidden, device)
+        figures["abort_s"] = _abort(members, rank, args.hidden, device)
+        if rank == 0:
+            print(f"{args.replays} replays of {_SUMS} sums: {figures['replays_s']:.1f} s")
+            print(f"a wait without the others ended {figures['abort_s'] * 1e3:.1f} ms after abort()", flush=True)
+    if rank == 0:
+        results.put(figures)
+    members.close()
+
+
+def _capture(
+    members: Any, rank: int, rows: int, hidden: int, name: str, device: torch.device
+) -> tuple[Any, torch.Tensor]:
+    """Return a graph of sums, and where its output is."""
+    pushed = PushedSums(members, Device.of(device))
+    given = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(rank)).to(device, torch.bfloat16)
+    zeros = torch.zeros_like(given)
+
+    def sums() -> torch.Tensor:
+        x = given.clone()
+        for _ in range(_SUMS):
+            x = pushed(x, zeros) if name == "pushed" else members.sum_(x).add_(zeros)
+            x *= 1 / members.count  # stays a number
+        return x
+
+    sums()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        x = sums()
+    return graph, x
+
+
+def _time(members: Any, rank: int, rows: int, hidden: int, name: str, device: torch.device) -> float:
+    """Return the microseconds of a sum and the small kernel after it."""
+    graph, x = _capture(members, rank, rows, hidden, name, device)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(21)]
+    for _ in range(3):
+        graph.replay()
+    for event in events:
+        event.record()
+        graph.replay()
+    torch.cuda.synchronize()
+    parts = [torch.randn(rows, hidden, generator=torch.Generator().manual_seed(each)) for each in range(members.count)]
+    mean = sum(part.to(torch.bfloat16).float() for part in parts) / members.count
+    torch.testing.assert_close(x.float().cpu(), mean, rtol=0.02, atol=0.02)
+    times = sorted(one.elapsed_time(other) for one, other in pairwise(events))
+    return times[len(times) // 2] * 1e3 / _SUMS
+
+
+def _replay(members: Any, rank: int, replays: int, hidden: int, device: torch.device) -> float:
+    graph, x = _capture(members, rank, 4, hidden, "pushed", device)
+    begun = time.monotonic()
+    for index in range(replays):
+        graph.replay()
+        if index % 500 == 499:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    assert torch.isfinite(x).all()
+    return time.monotonic() - begun
+
+
+def _abort(members: Any, rank: int, hidden: int, device: torch.device) -> float:
+    """Let the first member wait for sums that nobody else makes, and end the wait."""
+    if rank:
+        return 0.0
+    x = torch.ones(4, hidden, dtype=torch.bfloat16, device=device)
+    PushedSums(members, Device.of(device))(x, x.clone())
+    done = torch.cuda.Event()
+    done.record()
+    assert not done.query(), "a sum did not wait for the others"
+    begun = [0.0]
+
+    def end() -> None:
+        begun[0] = time.monotonic()
+        members.abort()
+
+    threading.Timer(0.2, end).start()
+    while not done.query():
+        time.sleep(0.0005)
+    return time.monotonic() - begun[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Small sums over the members of a stage: each pushes its part into the others' memory, and all add in one order.
+
+    x --> packets (4 bytes of x, the number of the sum) --> a place for this rank in each other member's memory
+    own x, and packets of the others as they come       --> sum in the order of ranks, + residual --> x
+
+A packet is written and read as one word of 8 bytes, so its number says that its bytes are there: no flag and no fence.
+Sums take two halves of the memory in turn. A member can only be one sum ahead: each waits for parts of all, and its
+kernel starts after its last one has ended. So whoever writes a half finds that all have read it. Each program counts
+the sums on the device, whether it has work or not: a graph holds no number.
+
+A wait looks at a word of host memory now and then, and ends when that is set: members die.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from raypp.ops.backend import Members
+from raypp.ops.cuda.kernel_launch import Device, start
+
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_LEAST_WORDS = 128  # of a program
+_MOST_WORDS_OF_FEW_WARPS = 512
+_POLLS = 256
+
+
+class PushedSums:
+    """Sums of the members of a stage, in their memory where they are small; else by `Members.sum_`.
+
+    Args:
+        members: Of the stage. Until they have met, they have no memory.
+        device: Of this member.
+    """
+
+    def __init__(self, members: Members, device: Device) -> None:
+        self._members = members
+        self._device = device
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Replace x by the sum of all members' x and the residual, and return it.
+
+        Shapes: x, residual [N, H] contiguous.
+        """
+        memory, num_words = self._members.memory, x.numel() >> 1
+        if memory is None or x.dtype not in _TYPES or x.nbytes > memory.max_bytes or x.numel() & 1:
+            return self._members.sum_(x).add_(residual)
+        if not num_words:
+            return x
+        assert x.is_contiguous()
+        num_programs, device = len(memory.counts), self._device
+        block = max(_LEAST_WORDS, triton.next_power_of_2(triton.cdiv(num_words, num_programs)))
+        _push_and_sum[(num_programs,)](
+            x.view(torch.int32),
+            residual.contiguous().view(torch.int32),
+            memory.addresses,
+            memory.counts,
+            memory.stop,
+            num_words,
+            RANK=self._members.rank,
+            COUNT=self._members.count,
+            MOST_WORDS=memory.max_bytes >> 2,
+            BLOCK=block,
+            TYPE=_TYPES[x.dtype],
+            POLLS=_POLLS,
+            OVERLAPS=device.has_dependent_launch,
+            num_warps=4 if block <= _MOST_WORDS_OF_FEW_WARPS else 8,
+            **device.launch_options,
+        )
+        return x
+
+
+@triton.jit
+def _halves(word, TYPE: tl.constexpr):
+    """Return the two numbers of 16 bits in each word, in float32."""
+    low = word.to(tl.int16).to(TYPE, bitcast=True)
+    high = (word >> 16).to(tl.int16).to(TYPE, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _is_missing(packet, number, inside):
+    """Return whether any packet is not of this sum, as 0 or 1."""
+    return tl.max((inside & ((packet >> 32).to(tl.int32) != number)).to(tl.int32), 0)
+
+
+@triton.jit
+def _push_and_sum(
+    x,
+    residual,
+    addresses,
+    counts,
+    stop,
+    num_words,
+    RANK: tl.constexpr,
+    COUNT: tl.constexpr,
+    MOST_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TYPE: tl.constexpr,
+    POLLS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    place = program * BLOCK + tl.arange(0, BLOCK)
+    inside = place < num_words
+    here = tl.load(addresses + RANK).to(tl.pointer_type(tl.int64))
+    start(OVERLAPS)
+    number = tl.load(counts + program, cache_modifier=".cg") + 1
+    half = (number & 1).to(tl.int64) * COUNT * MOST_WORDS
+    own = tl.load(x + place, mask=inside, other=0)
+    packet = (number.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
+    for rank in tl.static_range(COUNT):
+        if rank != RANK:
+            there = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
+            tl.store(there + half + RANK * MOST_WORDS + place, packet, mask=inside)
+    low, high = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for rank in tl.static_range(COUNT):
+        word = own
+        if rank != RANK:
+            source = here + half + rank * MOST_WORDS + place
+            packet = tl.load(source, mask=inside, other=0, volatile=True)
+            missing = _is_missing(packet, number, inside)
+            polls = 0
+            while missing != 0:
+                packet = tl.load(source, mask=inside, other=0, volatile=True)
+                missing = _is_missing(packet, number, inside)
+                polls += 1
+                if polls % POLLS == 0:  # noqa: SIM102 -- `and` would load each time
+                    if tl.load(stop, volatile=True) != 0:
+                        missing = 0
+            word = packet.to(tl.int32)
+        low_part, high_part = _halves(word, TYPE)
+        low += low_part
+        high += high_part
+    low_part, high_part = _halves(tl.load(residual + place, mask=inside, other=0), TYPE)
+    low_bits = (low + low_part).to(TYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    high_bits = (high + high_part).to(TYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    tl.store(x + place, high_bits | low_bits, mask=inside)
+    tl.debug_barrier()  # all threads have read the count
+    tl.store(counts + program, number)

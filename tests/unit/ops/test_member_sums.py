@@ -1,0 +1,91 @@
+"""Sums over members in shared memory: in Triton's interpreter where there is no GPU, one member after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from raypp.ops.cuda.kernel_launch import Device
+from raypp.ops.cuda.member_sums import PushedSums
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MAX_BYTES = 1 << 12
+NUM_PROGRAMS = 4
+
+
+class Member:
+    """One of several in this process: its memory, and what it sums otherwise."""
+
+    max_bytes = MAX_BYTES
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank, self.count, self.memory = rank, count, self
+        self.packets = torch.zeros(2, count, MAX_BYTES // 4, dtype=torch.int64, device=DEVICE)
+        self.counts = torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=DEVICE)
+        self.stop = torch.zeros(1, dtype=torch.int32)
+        if DEVICE.type == "cuda":
+            self.stop = self.stop.pin_memory()
+        self.addresses = torch.zeros(count, dtype=torch.int64, device=DEVICE)
+        self.summed_elsewhere: list[int] = []
+
+    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+        self.summed_elsewhere.append(len(x))
+        return x
+
+
+def members(count: int) -> list[Member]:
+    made = [Member(rank, count) for rank in range(count)]
+    for each in made:
+        each.addresses.copy_(torch.tensor([other.packets.data_ptr() for other in made]))
+    return made
+
+
+def arrive(target: Member, rank: int, x: torch.Tensor, number: int) -> None:
+    """Put there what a member's kernel would."""
+    words = x.flatten().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    target.packets[number & 1, rank, : len(words)] = (number << 32) | words
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [2, 3])
+def test_sums_in_the_order_of_ranks(count, dtype):
+    made, device = members(count), Device.of(DEVICE)
+    cuts = device.is_interpreter and dtype == torch.bfloat16  # the interpreter rounds to zero
+    sums = [PushedSums(each, device) for each in made]  # type: ignore[arg-type]
+    for number, shape in enumerate([(1, 2), (1, 8), (3, 128), (16, 128), (7, 66), (2, 2)], 1):
+        parts = [torch.randn(shape, device=DEVICE).to(dtype) for _ in range(count)]
+        residual = torch.randn(shape, device=DEVICE).to(dtype)
+        total = torch.zeros(shape, device=DEVICE)
+        for part in parts:
+            total += part.float()
+        expected = (total + residual.float()).to(dtype)
+        for each in made:  # a kernel that waited for a later one would never end
+            for rank in range(each.rank + 1, count):
+                arrive(each, rank, parts[rank], number)
+            x = parts[each.rank].clone()
+            assert sums[each.rank](x, residual) is x
+            torch.testing.assert_close(x, expected, rtol=2**-7 if cuts else 0, atol=0)
+            assert each.counts.tolist() == [number] * NUM_PROGRAMS
+    assert not any(each.summed_elsewhere for each in made)
+
+
+def test_a_stop_ends_waits():
+    made = members(2)
+    made[0].stop.fill_(1)
+    sums = PushedSums(made[0], Device.of(DEVICE))  # type: ignore[arg-type]
+    for _ in range(3):
+        sums(*torch.ones(2, 1, 2, dtype=torch.bfloat16, device=DEVICE))
+    assert made[0].counts.tolist() == [3] * NUM_PROGRAMS
+
+
+def test_what_does_not_fit_goes_another_way():
+    member = members(2)[0]
+    sums = PushedSums(member, Device.of(DEVICE))  # type: ignore[arg-type]
+    for x in (torch.ones(33, 64, dtype=torch.bfloat16), torch.ones(3, 64), torch.ones(5, 3, dtype=torch.bfloat16)):
+        assert torch.equal(sums(x.clone(), x), 2 * x)
+    member.memory = None  # type: ignore[assignment]  # GPUs that do not reach each other
+    x = torch.ones(7, 64, dtype=torch.bfloat16)
+    assert torch.equal(sums(x.clone(), x), 2 * x)
+    assert member.summed_elsewhere == [33, 3, 5, 7]
+    assert not member.counts.any()
+    assert len(PushedSums(member, Device.of(DEVICE))(x[:0], x[:0])) == 0  # type: ignore[arg-type]
