@@ -164,7 +164,7 @@ class MemberMemory(Protocol):
     counts: torch.Tensor
     """Int32 [programs], on the device: of the sums so far."""
     stop: torch.Tensor
-    """Int32 [1], in page-locked memory: not 0 ends all waits."""
+    """Int32 [1], on the device: not 0 ends all waits."""
     max_bytes: int
     """The largest tensor that is summed there."""
 

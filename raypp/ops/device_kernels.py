@@ -8,13 +8,36 @@ from importlib.util import find_spec
 
 import torch
 
-from raypp.ops.backend import KernelSet
+from raypp.ops.backend import KernelSet, Members
 from raypp.ops.block_store import BlockMover, BlockStore, RowStore, TorchBlockMover, TorchBlockStore
 from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.kv_cache import LayerCache, zeros_on_demand
 from raypp.ops.sample.token_choice import TokenChoice, TorchTokenChoice
 
 _LOG = logging.getLogger(__name__)
+
+
+def make_first_sums(members: Members, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile what sums the members' activations, and make a sum of each kind; all members do, at the same time.
+
+    Args:
+        members: Of the stage; they have met.
+        hidden_size: Of an activation.
+        dtype: Of activations.
+        device: Of this member.
+    """
+    if device.type == "cpu" or not _has_triton():
+        return
+    from raypp.ops.cuda.kernel_launch import Device
+    from raypp.ops.cuda.member_sums import PushedSums
+
+    sums, memory = PushedSums(members, Device.of(device)), members.memory
+    most_rows, rows = 1 if memory is None else memory.max_bytes // (hidden_size * dtype.itemsize), 1
+    while rows <= 2 * most_rows:  # the last by another way
+        x = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
+        sums(x, torch.zeros_like(x))
+        rows *= 2
+    members.joined(torch.zeros(1, 1, device=device), members.count)
 
 
 def choose_kernels(

@@ -111,6 +111,12 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     stored = described if config.model.load_format == "dummy" else as_stored(described, model_path)
     num_stages = config.parallel.num_stages
     device = _device(config, hardware)
+    if device != "cpu" and read.num_members > 1 and config.parallel.stage_num_gpus < 1:
+        raise ConfigError(
+            "each member of a stage has a GPU of its own: NCCL joins no two processes on one",
+            got=f"tensor_parallel_size={read.num_members}, stage_num_gpus={config.parallel.stage_num_gpus:g}",
+            expected="stage_num_gpus = 1, or tensor_parallel_size = 1",
+        )
     dtype = _dtype(config, stored, device)
     model = with_weight_form(config, stored, hardware, device=device, dtype=dtype)
     kv_dtype = choose_kv_dtype(config, model, hardware, device=device, dtype=dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from raypp.models.member_sizes import Member
 from raypp.models.registry import build_model
 from raypp.models.weights import PickledWeights, WeightReader, WeightSource, open_weights, warn_of_unread
 from raypp.ops.backend import Members
-from raypp.ops.device_kernels import choose_kernels, choose_token_choice
+from raypp.ops.device_kernels import choose_kernels, choose_token_choice, make_first_sums
 from raypp.ops.kv_cache import allocate_layer_cache
 from raypp.ops.member_kernels import with_members
 from raypp.ops.row_state import LayerMemory, ModulesMemory, allocate_layer_state, allocate_module_memory
@@ -165,6 +166,7 @@ def build_stage(
         assert rendezvous is not None
         timeouts = {"open_timeout_s": open_timeout_s, "deadline_s": spec.link_timeout_s}
         open_members(members, spec.stage_index, rendezvous, own_host=own_host, **timeouts)
+        make_first_sums(members, model.hidden_size, getattr(torch, spec.dtype), torch.device(spec.device))
     schemas = StageSchemas.of(spec, model.hidden_size)
     links = open_stage_links(
         spec.transport,
@@ -180,7 +182,8 @@ def build_stage(
         rank=spec.rank,
         num_members=spec.num_members,
     )
-    return Stage(spec, model, allocate_kv_caches(spec, config), links, schemas, tracer, members=members)
+    with nullcontext() if members is None else members.building():
+        return Stage(spec, model, allocate_kv_caches(spec, config), links, schemas, tracer, members=members)
 
 
 def allocate_kv_caches(spec: StageSpec, config: ModelConfig) -> list[LayerMemory]:

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from exactness import ExactComparison
-from hf_models import FAMILIES, STATE_FAMILIES, make_checkpoint
+from hf_models import FAMILIES, STATE_FAMILIES, make_checkpoint, sizes_for_members
 
 from raypp import LLM
 from raypp.actors.cluster import Cluster
@@ -99,7 +99,8 @@ def test_stages_as_actors(tmp_path, place, family):
         pytest.skip("needs two GPUs")
     settings = SETTINGS | {"skip_tokenizer_init": True} | PLACES[place]
     seed = (FAMILIES + STATE_FAMILIES).index(family)
-    path = make_checkpoint(family, seed, tmp_path / family)
+    sizes = sizes_for_members(family, 2, seed) if place == "two members" else {}
+    path = make_checkpoint(family, seed, tmp_path / family, **sizes)
     comparison = ExactComparison()
     with LLM(str(path), **settings) as llm:
         comparison.compare(path, _prompts(seed), NUM_NEW_TOKENS, _generator(llm))

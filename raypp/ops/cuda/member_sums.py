@@ -8,7 +8,8 @@ Sums take two halves of the memory in turn. A member can only be one sum ahead: 
 kernel starts after its last one has ended. So whoever writes a half finds that all have read it. Each program counts
 the sums on the device, whether it has work or not: a graph holds no number.
 
-A wait looks at a word of host memory now and then, and ends when that is set: members die.
+A wait looks at a word now and then, and ends when that is set: members die. The word is in the GPU's own memory: all
+threads reading one of the host take 180 us, so that the others wait as long, look there themselves, and so on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from raypp.ops.cuda.kernel_launch import Device, start
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _LEAST_WORDS = 128  # of a program
 _MOST_WORDS_OF_FEW_WARPS = 512
-_POLLS = 256
+_POLLS = 64
 
 
 class PushedSums:

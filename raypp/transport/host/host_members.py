@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -159,6 +160,10 @@ class GlooMembers:
         found = torch.empty(int(size), dtype=torch.int32) if made is None else made
         self._wait(lambda group: group.broadcast([found], self._options(BroadcastOptions())))
         return found
+
+    def building(self) -> AbstractContextManager[None]:
+        """Return nothing special: on CPUs, nothing is tried before the first step."""
+        return nullcontext()
 
     def abort(self) -> None:
         self._aborted.set()

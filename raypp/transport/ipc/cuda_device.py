@@ -109,7 +109,7 @@ class CudaDevice:
         self._call("write a flag", self._driver.cuStreamWriteValue32, self._enter_stream(), flag, value, 0)
 
     def force(self, flag: int, value: int) -> None:
-        """Write the flag now, on a stream of its own, whatever the current stream waits for. From any thread."""
+        """Write the flag now, on a stream of its own, whatever other streams wait for. From any thread."""
         # `_enter` goes by the thread's id, which a later thread can get again.
         self._call("enter the context", self._driver.cuCtxSetCurrent, self._context)
         self._call("force a flag", self._driver.cuStreamWriteValue32, self._force_stream, flag, value, 0)

@@ -52,7 +52,7 @@ class MemberRegion:
         self._base = device.allocate(num_bytes)
         device.tensor(self._base, num_bytes).zero_()
         self.counts = torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=device.torch_device)
-        self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.stop = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
         device.settle()
         about = {"handle": device.export(self._base).hex(), "address": self._barrier.address}
         meeting.tell(f"memory {rank}", json.dumps(about))
@@ -67,7 +67,7 @@ class MemberRegion:
 
     def abort(self) -> None:
         """End all waits on the device, from any thread."""
-        self.stop.fill_(1)
+        self._device.force(self.stop.data_ptr(), 1)
 
     def close(self) -> None:
         """Unmap the others' memory, and free this one's once they have unmapped it; from the thread that used it."""

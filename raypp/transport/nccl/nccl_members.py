@@ -7,7 +7,8 @@ the result to all ranks, so its bits are the same on all members.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -73,8 +74,13 @@ class NcclMembers:
         self._communicator: Communicator | None = None
         self._current: CurrentStream | None = None
         self._open_memory = open_memory
-        self.memory: SharedMemory | None = None
+        self._memory: SharedMemory | None = None
+        self._is_building = False
+
+    @property
+    def memory(self) -> SharedMemory | None:
         """Of small sums; None: there is none."""
+        return None if self._is_alone() else self._memory
 
     def open(self, meeting: Meeting, *, own_host: str, deadline_s: float) -> None:
         """Meet the other members, and wait for them.
@@ -92,12 +98,25 @@ class NcclMembers:
         )
         self._current = CurrentStream(device)
         if self._open_memory is not None:
-            self.memory = self._open_memory(device, self.rank, self.count, meeting)
+            self._memory = self._open_memory(device, self.rank, self.count, meeting)
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Until this ends, sums that graphs do not capture are this member's alone.
+
+        What runs before the first step compiles kernels and finds out what memory suffices for: in threads, in any
+        order, and not of the same sizes on all members.
+        """
+        self._is_building = True
+        try:
+            yield
+        finally:
+            self._is_building = False
 
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
         """Replace a contiguous tensor by the sum of all members' tensors."""
         assert x.is_contiguous()
-        if x.numel():
+        if x.numel() and not self._is_alone():
             address = x.data_ptr()
             communicator, stream = self._open()
             sum_all = communicator.nccl.all_reduce
@@ -108,7 +127,9 @@ class NcclMembers:
         """Return the first columns of all members' side by side, [N, size]. Shapes: x [N, C]."""
         x = x.contiguous()
         parts = x.new_empty(self.count, *x.shape)
-        if x.numel():
+        if self._is_alone():
+            parts.copy_(x)
+        elif x.numel():
             communicator, stream = self._open()
             gather, addresses = communicator.nccl.all_gather, (x.data_ptr(), parts.data_ptr())
             communicator.call(gather, *addresses, x.numel(), _TYPES[x.dtype], stream=stream)
@@ -124,14 +145,14 @@ class NcclMembers:
     def abort(self) -> None:
         """End all waits, those of the devices too. From any thread."""
         self._host.abort()
-        if self.memory is not None:
-            self.memory.abort()
+        if self._memory is not None:
+            self._memory.abort()
         if self._communicator is not None:
             self._communicator.abort()
 
     def close(self) -> None:
         """Leave the others, once what was enqueued is done."""
-        memory, self.memory = self.memory, None
+        memory, self._memory = self._memory, None
         if memory is not None:
             memory.close()
         communicator, self._communicator = self._communicator, None
@@ -139,6 +160,9 @@ class NcclMembers:
         if leaving is not None:
             leaving.exception(_LEAVE_S)
         self._host.close()
+
+    def _is_alone(self) -> bool:
+        return self._is_building and not torch.cuda.is_current_stream_capturing()
 
     def _open(self) -> tuple[Communicator, Any]:
         if self._communicator is None or self._current is None:

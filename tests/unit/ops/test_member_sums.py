@@ -22,9 +22,7 @@ class Member:
         self.rank, self.count, self.memory = rank, count, self
         self.packets = torch.zeros(2, count, MAX_BYTES // 4, dtype=torch.int64, device=DEVICE)
         self.counts = torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=DEVICE)
-        self.stop = torch.zeros(1, dtype=torch.int32)
-        if DEVICE.type == "cuda":
-            self.stop = self.stop.pin_memory()
+        self.stop = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         self.addresses = torch.zeros(count, dtype=torch.int64, device=DEVICE)
         self.summed_elsewhere: list[int] = []
 

@@ -134,6 +134,21 @@ def test_columns_lie_side_by_side_by_rank(members):
     assert all(torch.equal(out, expected) for out in outs)
 
 
+def test_while_a_stage_is_built_each_is_alone_but_where_a_graph_is_captured(members, monkeypatch):
+    if not isinstance(members[0], NcclMembers):
+        pytest.skip("on CPUs nothing is tried before the first step")
+    is_capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing[0])
+    with members[0].building():
+        assert members[0].sum_(torch.ones(2)).tolist() == [1.0, 1.0]  # and does not wait
+        assert members[0].joined(torch.ones(2, 3), 8).shape == (2, 8)
+        assert members[0].memory is None
+    with members[0].building():
+        is_capturing[0] = True
+        sums = by_all(members, lambda each: each.sum_(torch.ones(2)).tolist())
+    assert sums == by_all(members, lambda each: each.sum_(torch.ones(2)).tolist()) == [[3.0, 3.0]] * COUNT
+
+
 @pytest.mark.parametrize("size", [0, 1, 1000])
 def test_the_first_one_decides(members, size):
     made = torch.arange(size, dtype=torch.int32)
