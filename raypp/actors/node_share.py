@@ -36,7 +36,7 @@ class NodeShare:
         Raises:
             ConfigError: a version differs.
         """
-        if differing := _differences(self.versions, versions_here(), host):
+        if differing := differences(self.versions, versions_here(), host):
             raise ConfigError(
                 f"the node of {who}, {host}, has other versions than {_OF_OWNER}",
                 got=differing,
@@ -55,7 +55,7 @@ class NodeShare:
         Raises:
             ModelLoadError: a file differs.
         """
-        if differing := _differences(self.files, files_of(folder), host):
+        if differing := differences(self.files, files_of(folder), host):
             raise ModelLoadError(
                 f"the model of {who} on {host} is another one than on {_OF_OWNER}",
                 got=f"{folder}: {differing}",
@@ -89,6 +89,7 @@ def _print_of(path: Path) -> str:
     return f"{size:,} bytes, {digest.hexdigest()[:12]}"
 
 
-def _differences(of_owner: Mapping[str, str], here: Mapping[str, str], host: str) -> str:
+def differences(of_owner: Mapping[str, str], here: Mapping[str, str], host: str) -> str:
+    """Return in words what a node has otherwise than the owner's; of what both have."""
     differing = [name for name in of_owner if here.get(name, of_owner[name]) != of_owner[name]]
     return "; ".join(f"{name}: {here[name]} on {host}, {of_owner[name]} there" for name in differing)

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from node_bed import OPEN_TO_RAY, NodeBed, address_of, obstacle
+from node_links import measure_links
 from node_program import PROMPTS
 from transformers import AutoTokenizer
 
@@ -236,6 +237,42 @@ def test_requests_outlive_a_node(bed, program):
     bed.add_node(2)
     _lose(bed, program, 1, lambda: None)
     assert _stages_on(bed, 2) == {"1"}, "there was another node"
+
+
+@pytest.mark.full
+def test_doctor_measures_between_nodes(bed):
+    bed.wire.gbits, bed.wire.delay_ms = 1, 2
+    command = [sys.executable, "-m", "raypp", "doctor", "--cluster", "2048", "--json"]
+    doctor = bed.start(0, command, env={"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
+    said = json.loads(doctor.communicate(timeout=WAIT_S)[0])
+    bed.wire.gbits, bed.wire.delay_ms = 10, 0.5
+    found = {name: [c for c in said["checks"] if c["name"] == name] for name in ("node", "link")}
+    assert [check["status"] for check in found["node"]] == ["ok"] * 2
+    assert len(found["link"]) == 2, "one each way"
+    for check in found["link"]:
+        print(f"\n{check['finding']}")
+        round_trip_ms, gbits = map(float, re.findall(r"([\d.]+) (?:ms, |Gb/s)", check["finding"]))
+        assert round_trip_ms >= 4
+        assert gbits < 1.1
+        assert "hidden size of 2,048" in check["finding"]
+        assert check["status"] == "warning"
+
+
+@pytest.mark.full
+def test_links_add_what_arithmetic_says():
+    """A link's delay and rate, to a token and to a long prompt; repeated until the machine has the time to spare."""
+    for _ in range(3):
+        found = measure_links([(0, 0), (10, 0.5), (1, 2)])
+        ratios = [
+            ms / figures["predicted"][what] for figures in found.values() for what, ms in figures["measured"].items()
+        ]
+        if all(0.75 < ratio < 1.25 for ratio in ratios):
+            break
+    else:
+        pytest.fail(f"measured over predicted: {ratios}")
+    alone, _, slow = (figures["measured"] for figures in found.values())
+    assert slow["a token at 1"] - alone["a token at 1"] > 1, "4 ms of delay are not there"
+    assert slow["a token at 16"] - alone["a token at 16"] > 1
 
 
 @pytest.mark.full
