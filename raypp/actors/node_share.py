@@ -41,7 +41,7 @@ class NodeShare:
                 f"the node of {who}, {host}, has other versions than {_OF_OWNER}",
                 got=differing,
                 expected="the same on all nodes",
-                hint="install the same on each: pip install --constraint constraints.txt",
+                hint="on each node, make install at the same commit of raypp",
             )
 
     def check_files(self, who: str, host: str, folder: Path) -> None:

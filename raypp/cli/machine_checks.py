@@ -301,7 +301,7 @@ def check_node(host: str, differing: str) -> Check:
     """Check that a node's packages are those of this one; `differing` says which are not."""
     if not differing:
         return Check("node", "ok", f"{host}: the versions of this one")
-    advice = "install the same on each node: pip install --constraint constraints.txt"
+    advice = "on each node, make install at the same commit of raypp"
     return Check("node", "problem", f"{host}: {differing}", advice)
 
 

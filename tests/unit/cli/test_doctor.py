@@ -99,7 +99,7 @@ def test_what_is_all_right_needs_no_advice(check: Check) -> None:
         (checks.check_shared_memory(64 << 20), "0.06 GiB free; at least 0.12", "--shm-size"),
         (checks.check_open_files(256, 4096), "256; at least 512", "ulimit -n 4096"),
         (checks.check_cluster("head:6379", None, "no answer", None), "no answer", "ray start --head"),
-        (checks.check_node("a", "torch: 2 on a, 1 there"), "a: torch: 2 on a", "constraints.txt"),
+        (checks.check_node("a", "torch: 2 on a, 1 there"), "a: torch: 2 on a", "make install at the same commit"),
         (_cache(100, can_write=False), "cannot be written", "HF_HOME"),
         (_cache(0.5), "no room", "HF_HOME"),
     ],
