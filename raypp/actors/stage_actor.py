@@ -6,15 +6,18 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ray import cloudpickle
 
 from raypp.actors.deadline import Deadline
+from raypp.actors.node_share import NodeShare
 from raypp.actors.processes import ActorProcess, collector_paused, live_with, local_device
 from raypp.config.env import log_to_stderr
+from raypp.errors import name_process
 from raypp.models.registry import resolve_draft_head_path, resolve_model_path
 from raypp.plan.hardware import Hardware
 from raypp.stage.failure import name_failure
@@ -40,15 +43,6 @@ _MODULES = ("raypp.stage.build_stage", "raypp.stage.loop", "raypp.encoder.delive
 _MODULES_FOR_GPUS = ("raypp.ops.cuda.cuda_kernels", "raypp.ops.cuda.kernel_token_choice", "flashinfer")
 
 
-@dataclass(frozen=True)
-class NodeShare:
-    """What a stage finds out on its own node: the plan was made on another one."""
-
-    model: str  # its name; files lie elsewhere here, or are still to be fetched
-    revision: str | None  # the version of it
-    num_stages: int | None  # that share the node's cores; None when the threads are given
-
-
 class StageActor:
     """Hosts one stage. `run` is endless; the other methods answer beside it.
 
@@ -64,6 +58,7 @@ class StageActor:
             spec = replace(spec, num_threads=Hardware.of_this_machine().threads_per_stage(share.num_stages))
         self._share = share
         self._spec = replace(spec, device=local_device(spec.device))
+        self._name = name_process(spec.process_index, spec.num_members)[0]
         self._config = config
         with collector_paused():
             self._factory: StageFactory | None = None if factory is None else cloudpickle.loads(factory)
@@ -89,6 +84,8 @@ class StageActor:
 
     def prepare(self, own_host: str) -> Rendezvous | None:
         """Load the model, once; return, on the first of several processes, where they all meet."""
+        if self._share is not None:
+            self._share.check_versions(self._name, own_host)
         with collector_paused():
             import torch
 
@@ -100,6 +97,7 @@ class StageActor:
             self._spec = replace(
                 self._spec, model_path=str(resolve_model_path(self._share.model, self._share.revision))
             )
+            self._share.check_files(self._name, own_host, Path(self._spec.model_path))
             if self._spec.draft_head is not None and self._spec.is_last:
                 of_head = self._spec.draft_head.model
                 path = self._spec.model_path if of_head is None else str(resolve_draft_head_path(of_head))
@@ -141,8 +139,13 @@ class StageActor:
         from raypp.stage import build_stage
         from raypp.step_channel import StageChannel
         from raypp.transport.ipc.cuda_device import CudaDevice
+        from raypp.transport.reach import check_reach
 
         assert self._model is not None
+        if self._share is not None and rendezvous is not None:
+            check_reach(self._name, "the first stage", f"{rendezvous.host}:{rendezvous.port}", timeout_s)
+            for address in (plan_address, result_address):
+                check_reach(self._name, "the driver", address, timeout_s)
         build_stage.enter_device(self._spec.device)
         self._tracer = Tracer(f"stage {self._spec.stage_index}", enabled=self._spec.trace)
         self._is_leaving.clear()

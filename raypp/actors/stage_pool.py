@@ -13,15 +13,17 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.util.placement_group import remove_placement_group
 
 from raypp.actors.deadline import in_time
+from raypp.actors.node_share import NodeShare, files_of, versions_here
 from raypp.actors.placement import BundlePlace, Placement, alive_nodes
 from raypp.actors.processes import ActorProcess, end_processes
-from raypp.actors.stage_actor import NodeShare, StageActor
+from raypp.actors.stage_actor import StageActor
 from raypp.plan.engine_plan import EnginePlan
 from raypp.stage.stage_spec import StageSpec
 
@@ -94,9 +96,13 @@ class StagePool:
         }
         _end(standing_by.values(), _END_S)  # their memory is needed
         self.num_kept = len(kept)
+        shares: dict[BundlePlace, NodeShare] = {}
+        if not placement.is_on_one_node:
+            versions, files = versions_here(), files_of(Path(wanted[0][0].model_path))
+            shares = {place: _node_share(plan, placement, place, versions, files) for _, place in wanted}
         self._pooled = [
             kept.get(spec.process_index)
-            or _Pooled(_make_actor(plan, placement, place, spec, self._factory), spec, place)
+            or _Pooled(_make_actor(plan, placement, place, spec, self._factory, shares.get(place)), spec, place)
             for spec, place in wanted
         ]
 
@@ -157,7 +163,12 @@ def _is_true(ref: Any) -> bool:
 
 
 def _make_actor(
-    plan: EnginePlan, placement: Placement, place: BundlePlace, spec: StageSpec, factory: bytes | None
+    plan: EnginePlan,
+    placement: Placement,
+    place: BundlePlace,
+    spec: StageSpec,
+    factory: bytes | None,
+    share: NodeShare | None,
 ) -> Any:
     # run, trace, to stand by, one to spare, and what encoders bring
     max_concurrency = 4 + plan.encoders.num_encoders
@@ -165,14 +176,15 @@ def _make_actor(
     # Under a name with the stage's index, which `ps` and Ray's tools show.
     rank = f"_{spec.rank}" if spec.num_members > 1 else ""
     named = type(f"{StageActor.__name__}{spec.stage_index}{rank}", (StageActor,), {})
-    return ray.remote(named).options(**options).remote(spec, plan.model, factory, _node_share(plan, placement, place))
+    return ray.remote(named).options(**options).remote(spec, plan.model, factory, share)
 
 
-def _node_share(plan: EnginePlan, placement: Placement, place: BundlePlace) -> NodeShare | None:
-    """Return what a stage on another node decides there; None when the plan was made for the node that it is on."""
-    if placement.is_on_one_node:
-        return None
+def _node_share(
+    plan: EnginePlan, placement: Placement, place: BundlePlace, versions: Mapping[str, str], files: Mapping[str, str]
+) -> NodeShare:
+    """Return what a stage decides on its node, which may be another than the one that the plan was made for."""
     parallel = plan.config.parallel
     neighbours = plan.num_members * sum(other.node_id == place.node_id for other in placement.stages)
     model = plan.config.model
-    return NodeShare(model.model, model.revision, neighbours if parallel.stage_num_threads is None else None)
+    num_stages = neighbours if parallel.stage_num_threads is None else None
+    return NodeShare(model.model, model.revision, num_stages, versions, files)

@@ -13,7 +13,7 @@ import shutil
 import socket
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
@@ -32,6 +32,7 @@ _PACKAGE = "raypp"
 _SERVE_PORT, _DASHBOARD_PORT = 8000, 8265
 _PACKAGES = ("torch", "transformers", "ray")
 _GPU_PACKAGES = ("flashinfer-python", "triton", "nvidia-ml-py", "cuda-bindings", "nccl4py")
+_HIDDEN_SIZE = 4096
 _COMPILED_KERNELS = "flashinfer-jit-cache"
 
 
@@ -41,7 +42,16 @@ def add_parser(commands: Any) -> None:
         "doctor",
         help="say what is wrong with this machine",
         description="Check Python, packages, GPUs, shared memory, limits, Ray, ports and disks: a line for each, and "
-        "what to do. Exit code 1 if there is a problem. Starts nothing.",
+        "what to do. Exit code 1 if there is a problem. Starts no Ray.",
+    )
+    parser.add_argument(
+        "--cluster",
+        type=int,
+        nargs="?",
+        const=_HIDDEN_SIZE,
+        metavar="HIDDEN_SIZE",
+        help="also measure between the nodes of the cluster of RAY_ADDRESS, a second for each pair, and say what a "
+        f"pipeline makes of it; the model's hidden size is {_HIDDEN_SIZE} by default",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
@@ -50,7 +60,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check and print."""
     found = []
-    for check in all_checks():
+    for check in all_checks(args.cluster):
         found.append(check)
         if not args.json:
             print(line_of(check), flush=True)  # one after the other: some take seconds
@@ -68,8 +78,12 @@ def line_of(check: Check) -> str:
     return f"{check.status:8} {check.name:18} {' '.join(check.finding.split())}{advice}"
 
 
-def all_checks() -> Iterator[Check]:
-    """Yield every check of this machine. One that cannot look is a warning, and the others go on."""
+def all_checks(hidden_size: int | None = None) -> Iterator[Check]:
+    """Yield every check of this machine. One that cannot look is a warning, and the others go on.
+
+    Args:
+        hidden_size: Of what travels between nodes of the cluster; None: these are not measured.
+    """
     gpus, driver_cuda, error = _gpus()
     files = device_files()
     num_gpus = len(gpus) if _installed("nvidia-ml-py") is not None else len(visible_indices(len(files)))
@@ -101,6 +115,10 @@ def all_checks() -> Iterator[Check]:
     yield from _guarded("/dev/shm", lambda: [checks.check_shared_memory(_free_bytes(Path("/dev/shm")))])
     yield checks.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield from _guarded("Ray cluster", lambda: [_check_cluster()])
+    if hidden_size is not None and os.environ.get("RAY_ADDRESS"):
+        yield from _guarded("nodes", lambda: _check_nodes(hidden_size))
+    elif hidden_size is not None:
+        yield Check("nodes", "problem", "RAY_ADDRESS is not set", "export RAY_ADDRESS=host:port of the cluster's head")
     yield checks.check_port(
         _SERVE_PORT, "for raypp serve", _port_error(_SERVE_PORT), "raypp serve --port N takes another one"
     )
@@ -125,7 +143,7 @@ def _python_headers() -> Path:
     return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
 
 
-def _guarded(name: str, check: Callable[[], Sequence[Check]]) -> Iterator[Check]:
+def _guarded(name: str, check: Callable[[], Iterable[Check]]) -> Iterator[Check]:
     try:
         yield from check()
     except Exception as error:  # whatever a broken installation throws
@@ -225,6 +243,18 @@ def _check_cluster() -> Check:
     except RayppError as error:
         return checks.check_cluster(named, None, str(error.got or error.message), None)
     return checks.check_cluster(named, RayCluster(named, num_nodes, total, free), None, None)
+
+
+def _check_nodes(hidden_size: int) -> Iterator[Check]:
+    from raypp.actors.node_links import measure_nodes
+
+    nodes, links = measure_nodes()
+    yield from (checks.check_node(host, differing) for host, differing in nodes.items())
+    for link in links:
+        if isinstance(link, str):
+            yield Check("link", "problem", link)
+        else:
+            yield checks.check_link(link.sender, link.receiver, link.round_trip_s, link.bytes_per_s, hidden_size)
 
 
 def _port_error(port: int) -> str | None:

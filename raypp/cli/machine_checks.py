@@ -24,6 +24,7 @@ _LEAST_FREE_SHARE = 0.9
 """Of a GPU's memory: what `gpu_memory_utilization` takes by default."""
 _SHM_BYTES, _LEAST_SHM_BYTES = 1 << 30, 128 << 20
 _OPEN_FILES, _LEAST_OPEN_FILES = 4096, 512
+_LONG_PROMPT, _SLOW_EDGE_MS, _SLOW_PROMPT_S = 32_768, 1.0, 1.0
 _CACHE_BYTES, _LEAST_CACHE_BYTES = 20 * 10**9, 10**9
 
 
@@ -294,6 +295,38 @@ def check_cluster(named: str | None, cluster: RayCluster | None, error: str | No
     if total.get("GPU", 0) and free.get("GPU", 0) < 1:
         return Check(name, "warning", seen, "no GPU is free: end what has them (ray status shows it), or wait")
     return Check(name, "ok", seen)
+
+
+def check_node(host: str, differing: str) -> Check:
+    """Check that a node's packages are those of this one; `differing` says which are not."""
+    if not differing:
+        return Check("node", "ok", f"{host}: the versions of this one")
+    advice = "on each node, make install at the same commit of raypp"
+    return Check("node", "problem", f"{host}: {differing}", advice)
+
+
+def check_link(sender: str, receiver: str, round_trip_s: float, bytes_per_s: float, hidden_size: int) -> Check:
+    """Check what joins two nodes, and say what a pipeline makes of it.
+
+    Args:
+        sender: Address of one.
+        receiver: Address of the other.
+        round_trip_s: Between them, seconds.
+        bytes_per_s: From the one to the other.
+        hidden_size: Of the model, whose hidden states have 16 bits.
+    """
+    token_bytes = 2 * hidden_size
+    edge_ms = (round_trip_s / 2 + token_bytes / bytes_per_s) * 1e3
+    prompt_s = _LONG_PROMPT * token_bytes / bytes_per_s
+    finding = (
+        f"{sender} to {receiver}: round trip {round_trip_s * 1e3:.2f} ms, {bytes_per_s * 8e-9:.1f} Gb/s; with a hidden "
+        f"size of {hidden_size:,} an edge adds {edge_ms:.2f} ms to a token, and carries a prompt of {_LONG_PROMPT:,} "
+        f"tokens in {prompt_s:.2f} s"
+    )
+    if edge_ms <= _SLOW_EDGE_MS and prompt_s <= _SLOW_PROMPT_S:
+        return Check("link", "ok", finding)
+    advice = "join the nodes by a faster network (ray start --node-ip-address chooses it), or keep an engine on one"
+    return Check("link", "warning", finding, advice)
 
 
 def check_port(port: int, use: str, error: str | None, advice: str) -> Check:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from raypp.transport.ipc.region import IpcRegion
 from raypp.transport.link_choice import StagePlace, ipc_obstacle, resolve_link
 from raypp.transport.nccl.nccl_ends import NcclEdges
 from raypp.transport.nccl.nccl_members import NcclMembers
+from raypp.transport.reach import check_reach
 from raypp.transport.rendezvous import Meeting, Rendezvous
 from raypp.transport.schema import MessageSpec, check_schemas
 
@@ -77,7 +79,7 @@ def open_stage_links(
     Raises:
         ConfigError: two stages disagree about the messages between them, or the kind cannot join this many stages.
         DeadlineError: a stage did not come.
-        ResourceError: there is not enough GPU memory, or it cannot be shared.
+        ResourceError: there is not enough GPU memory, or it cannot be shared; or a neighbour cannot be reached.
     """
     if num_stages == 1:
         return open_local_links(1, forward=(), feedback=feedback, device=device)[0]
@@ -93,7 +95,11 @@ def open_stage_links(
     meeting = Meeting(rendezvous, open_timeout_s, _prefix(rank, num_members))
     edges = pipeline_edges(num_stages, [spec.slot_bytes for spec in forward], feedback.slot_bytes)
     _agree(meeting, stage_index, edges, forward, feedback)
-    kinds = _resolve(meeting, kind, stage_index, edges, StagePlace.here(device))
+    places = _places(meeting, stage_index, num_stages, StagePlace.here(device))
+    kinds = {edge.name: resolve_link(kind, edge, places[edge.sender], places[edge.receiver]) for edge in edges}
+    if stage_index == 0:
+        logger.info("links: %s", kinds)
+    _check_neighbours(meeting, stage_index, edges, places, own_host)
     opener = _LinkOpener(meeting, stage_index, num_stages, device, own_host, deadline_s, rank, num_members)
     with ExitStack() as opened:
         ends = EdgeEnds()
@@ -207,17 +213,31 @@ def _agree(
         )
 
 
-def _resolve(
-    meeting: Meeting, asked: TransportKind, stage_index: int, edges: list[Edge], place: StagePlace
-) -> dict[str, LinkKind]:
-    """Publish where this stage is, and return the link of every edge of the pipeline."""
+def _places(meeting: Meeting, stage_index: int, num_stages: int, place: StagePlace) -> list[StagePlace]:
+    """Publish where this stage is, and return where all are."""
     meeting.tell(f"place {stage_index}", place.to_json())
-    stages = sorted({edge.sender for edge in edges})
-    places = {index: StagePlace.from_json(meeting.ask(f"place {index}", index)) for index in stages}
-    kinds = {edge.name: resolve_link(asked, edge, places[edge.sender], places[edge.receiver]) for edge in edges}
-    if stage_index == 0:
-        logger.info("links: %s", kinds)
-    return kinds
+    return [StagePlace.from_json(meeting.ask(f"place {index}", index)) for index in range(num_stages)]
+
+
+def _check_neighbours(
+    meeting: Meeting, stage_index: int, edges: list[Edge], places: list[StagePlace], own_host: str
+) -> None:
+    """Have a stage and each neighbour on another node connect to each other, on ports like those of links.
+
+    Raises:
+        ResourceError: a neighbour cannot be reached.
+    """
+    neighbours = {edge.peer_of(stage_index) for edge in edges_at(stage_index, edges)}
+    away = sorted(index for index in neighbours if places[index].node != places[stage_index].node)
+    if not away:
+        return
+    with socket.create_server((own_host, 0), backlog=len(away)) as listener:
+        meeting.tell(f"port {stage_index}", f"{own_host}:{listener.getsockname()[1]}")
+        for peer in away:
+            address = meeting.ask(f"port {peer}", peer)
+            check_reach(f"stage {stage_index}", f"stage {peer}", address, meeting.remaining_s)
+        meeting.tell(f"reached {stage_index}", "")
+        meeting.await_all((f"reached {peer}", peer) for peer in away)
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,10 @@ MAX_CHAT = (70, 720)  # on a busy machine some 50 functions more run than on an 
 # Statements, docstrings aside. Aims: 26,300 in raypp, 2,100 in serve_app. A larger budget is a decision: say why.
 MAX_STATEMENTS = {
     "raypp": 1_300,  # modules of no package; the request, which was the scheduler's, among them
-    "raypp/actors": 1_820,
+    "raypp/actors": 1_945,  # with what must be the same on all nodes, and what joins them
     "raypp/api": 2_320,
     "raypp/batch_job": 860,
-    "raypp/cli": 1_045,
+    "raypp/cli": 1_075,  # with what doctor says of nodes
     "raypp/config": 565,
     "raypp/driver": 1_020,
     "raypp/encoder": 580,

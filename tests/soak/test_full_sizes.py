@@ -71,6 +71,7 @@ FULL: dict[str, dict[str, str]] = {
     "tests/ray/test_encoders_ray.py": {"TEST_SIZES": "all"},
     "tests/ray/test_faults.py": {"FAULT_KILLS": "8", "TEST_SIZES": "all"},
     "tests/ray/test_members_ray.py": {"TEST_SIZES": "all"},
+    "tests/ray/test_nodes.py": {"TEST_SIZES": "all"},
     "tests/ray/test_parity_ray.py": {"TEST_SIZES": "all"},
     "tests/ray/test_leftovers.py": {"TEST_SIZES": "all"},
     "tests/ray/test_notebook_ray.py": {"TEST_SIZES": "all"},

@@ -69,6 +69,8 @@ def _cache(free_gb: float, *, can_write: bool = True) -> Check:
         checks.check_cluster(None, None, None, None),
         checks.check_cluster("head:6379", _CLUSTER, None, None),
         checks.check_cluster("head:6379", replace(_CLUSTER, total={"CPU": 2.0}, free={"CPU": 2.0}), None, None),
+        checks.check_node("a", ""),
+        checks.check_link("a", "b", 0.0002, 1.2e9, 4096),
         checks.check_port(8000, "for raypp serve", None, "another"),
         _cache(100),
     ],
@@ -97,6 +99,7 @@ def test_what_is_all_right_needs_no_advice(check: Check) -> None:
         (checks.check_shared_memory(64 << 20), "0.06 GiB free; at least 0.12", "--shm-size"),
         (checks.check_open_files(256, 4096), "256; at least 512", "ulimit -n 4096"),
         (checks.check_cluster("head:6379", None, "no answer", None), "no answer", "ray start --head"),
+        (checks.check_node("a", "torch: 2 on a, 1 there"), "a: torch: 2 on a", "make install at the same commit"),
         (_cache(100, can_write=False), "cannot be written", "HF_HOME"),
         (_cache(0.5), "no room", "HF_HOME"),
     ],
@@ -116,6 +119,9 @@ def test_problems_say_what_to_do(check: Check, finding: str, advice: str) -> Non
         (checks.check_shared_memory(512 << 20), "0.50 GiB free; 1 or more", "--shm-size"),
         (checks.check_open_files(1024, 1 << 20), "1,024: not enough", "ulimit -n 65536"),
         (checks.check_cluster(None, None, None, "head:6379"), "at head:6379", "export RAY_ADDRESS=head:6379"),
+        (checks.check_link("a", "b", 0.0002, 1.2e8, 4096), "adds 0.17 ms to a token", "a faster network"),
+        (checks.check_link("a", "b", 0.0002, 1.2e8, 4096), "tokens in 2.24 s", "a faster network"),
+        (checks.check_link("a", "b", 0.004, 1.2e9, 2048), "adds 2.00 ms to a token", "keep an engine on one"),
         (
             checks.check_cluster("a", replace(_CLUSTER, free={"CPU": 60.0}), None, None),
             "2 nodes, free: 0 of 4 GPUs, 60 of 64 CPUs",
@@ -142,7 +148,7 @@ def test_no_gpu_is_a_warning() -> None:
 
 
 def _found(monkeypatch: pytest.MonkeyPatch, *found: Check) -> None:
-    def all_checks() -> Iterator[Check]:
+    def all_checks(hidden_size: int | None) -> Iterator[Check]:
         yield from found
 
     monkeypatch.setattr(doctor, "all_checks", all_checks)
@@ -297,6 +303,12 @@ def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         "problem",
         f"RAY_ADDRESS={address}, but: {address}: [Errno 111] Connection refused",
     )
+
+
+def test_a_cluster_that_is_not_named_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    [check] = [check for check in doctor.all_checks(4096) if check.name == "nodes"]
+    assert (check.status, check.advice) == ("problem", "export RAY_ADDRESS=host:port of the cluster's head")
 
 
 def test_a_port_that_somebody_listens_at_is_taken() -> None:
