@@ -334,7 +334,7 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
         of_member = replace(hardware, memory_bytes=hardware.memory_bytes // model.num_members)
         check_host_memory(config, of_member, layout.ngram_window, memory[-1].weight_bytes + kv_bytes[-1])
     else:
-        check_cpu_memory(config, hardware, cpu_kv_bytes)
+        check_cpu_memory(config, hardware, cpu_kv_bytes, model.num_members)
     last = len(layout.layers) - 1
     stages = tuple(
         StageLayout(

@@ -22,7 +22,7 @@ from raypp.models.registry import resolve_config_path
 from raypp.models.sizes import layer_sizes
 from raypp.plan.engine_layout import EngineLayout, lay_out
 from raypp.plan.engine_plan import EnginePlan, plan_layout
-from raypp.plan.hardware import Hardware, Machine, described_hardware, num_machines_for
+from raypp.plan.hardware import GpuAsk, Hardware, Machine, described_hardware, num_machines_for
 from raypp.plan.stage_memory import block_mix, check_one_machine, num_snapshots
 
 REQUEST_LENGTHS = (2048, 8192, 32768)
@@ -199,10 +199,16 @@ def _details(error: ResourceError) -> dict[str, Any]:
     return {name: str(value) for name in ("got", "expected", "hint") if (value := getattr(error, name)) is not None}
 
 
-def gpu_shares(layout: EngineLayout) -> list[float]:
-    """Return the share of a GPU that each stage and each encoder asks for."""
-    stages = [layout.config.parallel.stage_num_gpus] * len(layout.layers)
-    return stages + [layout.config.encoder.encoder_num_gpus] * layout.encoders.num_encoders
+def gpu_asks(layout: EngineLayout, num_stages: int) -> list[GpuAsk]:
+    """Return what each of so many stages, and each encoder, asks for."""
+    of_stage = GpuAsk(layout.config.parallel.stage_num_gpus, layout.model.num_members)
+    of_encoder = GpuAsk(layout.config.encoder.encoder_num_gpus)
+    return [of_stage] * num_stages + [of_encoder] * layout.encoders.num_encoders
+
+
+def _num_asked(layout: EngineLayout) -> float:
+    """Return how many GPUs all stages and encoders ask for together."""
+    return sum(ask.share * ask.num_gpus for ask in gpu_asks(layout, len(layout.layers)))
 
 
 def _placed(layout: EngineLayout, machines: Sequence[Machine]) -> int:
@@ -211,15 +217,18 @@ def _placed(layout: EngineLayout, machines: Sequence[Machine]) -> int:
     Raises:
         ResourceError: they find no room.
     """
-    shares, strategy = gpu_shares(layout), layout.config.parallel.placement
-    num_machines = num_machines_for(shares, machines, strategy)
+    num_stages, strategy = len(layout.layers), layout.config.parallel.placement
+    num_machines = num_machines_for(gpu_asks(layout, num_stages), machines, strategy)
     if num_machines is None:
         num_gpus = sum(machine.num_gpus for machine in machines)
         encoders = f" and {counted(layout.encoders.num_encoders, 'encoder')}" if layout.encoders.num_encoders else ""
+        num_members = layout.model.num_members
+        members = f" of {num_members} members, each stage on one machine" if num_members > 1 else ""
         raise ResourceError(
             "there are too few GPUs",
             got=f"{counted(num_gpus, 'GPU')} on {counted(len(machines), 'machine')}, placement={strategy}",
-            expected=f"room for {counted(len(layout.layers), 'stage')}{encoders}, which ask for {sum(shares):g} GPUs",
+            expected=f"room for {counted(num_stages, 'stage')}{members}{encoders}, which ask for "
+            f"{_num_asked(layout):g} GPUs",
             hint="num_encoders = 0 if all prompts are text" if encoders else None,
         )
     return num_machines
@@ -315,11 +324,9 @@ def _most_stages(fit: Fit) -> int:
     """Return the most stages that GPUs and layers allow; 0 if that is not known."""
     if fit.machines is None or fit.layout.device != "cuda":
         return 0
-    shares = gpu_shares(fit.layout)[len(fit.layout.layers) :]
-    share, strategy = fit.config.parallel.stage_num_gpus, fit.config.parallel.placement
-    most = 0
+    strategy, most = fit.config.parallel.placement, 0
     while most < min(_MAX_STAGES, fit.layout.model.num_layers):
-        if num_machines_for([share] * (most + 1) + shares, fit.machines, strategy) is None:
+        if num_machines_for(gpu_asks(fit.layout, most + 1), fit.machines, strategy) is None:
             break
         most += 1
     return most
@@ -340,8 +347,8 @@ def _other_stages(fit: Fit) -> Iterator[Alternative]:
     for count in range(first, min(_MAX_STAGES, fit.layout.model.num_layers) + 1):
         larger = _changed(fit, _stage_settings(fit, count), None)
         if larger is not None and larger.plan is not None:
-            missing = math.ceil(sum(gpu_shares(larger.layout))) - num_gpus if num_gpus else 0
-            yield Alternative(settings=_stage_settings(fit, count), num_missing_gpus=max(missing, 0), fit=larger)
+            missing = max(1, math.ceil(_num_asked(larger.layout)) - num_gpus) if num_gpus else 0
+            yield Alternative(settings=_stage_settings(fit, count), num_missing_gpus=missing, fit=larger)
             return
 
 

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypp.config.sections import Placement
 from raypp.errors import ConfigError, install
@@ -153,38 +153,50 @@ def described_hardware(machines: Sequence[Machine]) -> Hardware:
     )
 
 
-def num_machines_for(shares: Sequence[float], machines: Sequence[Machine], strategy: Placement) -> int | None:
+class GpuAsk(NamedTuple):
+    """What a stage or an encoder asks for: shares of GPUs that are all of one machine."""
+
+    share: float  # of each GPU, above 0 and at most 1
+    num_gpus: int = 1  # one for each member of a stage
+
+
+def num_machines_for(asks: Sequence[GpuAsk], machines: Sequence[Machine], strategy: Placement) -> int | None:
     """Return over how many machines these stages and encoders are spread; None when there is no room for them.
 
     Args:
-        shares: The share of a GPU that each asks for, above 0 and at most 1.
+        asks: Of each of them.
         machines: With GPUs that are all free.
         strategy: See `ParallelSection.placement`.
     """
     if strategy == "strict_spread":
-        return len(shares) if len(shares) <= len(machines) else None
-    if strategy != "spread" and any(_num_used(shares, [machine]) for machine in machines):
+        largest_first = zip(sorted(asks, key=_size), sorted(machines, key=_num_gpus, reverse=True), strict=False)
+        has_room = len(asks) <= len(machines) and all(_num_used([ask], [machine]) for ask, machine in largest_first)
+        return len(asks) if has_room else None
+    if strategy != "spread" and any(_num_used(asks, [machine]) for machine in machines):
         return 1
-    used = None if strategy == "strict_pack" else _num_used(shares, machines)
-    return min(len(shares), len(machines)) if used and strategy == "spread" else used
+    used = None if strategy == "strict_pack" else _num_used(asks, machines)
+    return min(len(asks), len(machines)) if used and strategy == "spread" else used
 
 
-def _num_used(shares: Sequence[float], machines: Sequence[Machine]) -> int | None:
-    """Return over how many machines the shares lie if the largest are placed first; None: they find no room."""
+def _size(ask: GpuAsk) -> tuple[int, float]:
+    """Return what asks are sorted by, the largest first."""
+    return -ask.num_gpus, -ask.share
+
+
+def _num_gpus(machine: Machine) -> int:
+    return machine.num_gpus
+
+
+def _num_used(asks: Sequence[GpuAsk], machines: Sequence[Machine]) -> int | None:
+    """Return over how many machines the asks lie if the largest are placed first; None: they find no room."""
     free = [[1.0] * machine.num_gpus for machine in machines]
     used = set()
-    for share in sorted(shares, reverse=True):
-        place = next(
-            (
-                (machine, gpu)
-                for machine, gpus in enumerate(free)
-                for gpu, left in enumerate(gpus)
-                if left + _ROUNDING >= share
-            ),
-            None,
-        )
-        if place is None:
+    for share, num_gpus in sorted(asks, key=_size):
+        possible = [[gpu for gpu, left in enumerate(gpus) if left + _ROUNDING >= share] for gpus in free]
+        machine = next((index for index, gpus in enumerate(possible) if len(gpus) >= num_gpus), None)
+        if machine is None:
             return None
-        free[place[0]][place[1]] -= share
-        used.add(place[0])
+        for gpu in possible[machine][:num_gpus]:
+            free[machine][gpu] -= share
+        used.add(machine)
     return len(used)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError, page
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import LOGIT_BYTES, embedding_bytes, layer_sizes, lm_head_bytes, mlp_width, qkv_width
+from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes, logit_row_bytes, mlp_width, qkv_width
 from raypp.ops.sample.draw_sizes import draw_bytes
 from raypp.plan.graph_plan import graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware
@@ -503,7 +503,7 @@ def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> i
     layer_bytes = tokens * widest * dtype_bytes
     most_positions = num_rows * (1 + config.speculative.max_drafts)
     num_logits = min(most_positions, max(tokens, num_rows))
-    logits_bytes = num_logits * model.vocab_size * (LOGIT_BYTES + _REPORT_BYTES)
+    logits_bytes = num_logits * (logit_row_bytes(model) + model.vocab_size * _REPORT_BYTES)
     num_table_rows = config.scheduler.max_num_seqs + NUM_PADDING_ROWS
     table_bytes = num_table_rows * (_SAMPLER_ROW_BYTES + model.vocab_size * _SAMPLER_BITS // 8)
     mask_bytes = most_positions * model.vocab_size // 8
@@ -559,19 +559,22 @@ def max_copied_blocks(block_bytes: Sequence[Sequence[int]]) -> int:
     return max(1, _BYTES_PER_PLAN // max(1, *map(max, block_bytes)))
 
 
-def check_cpu_memory(config: EngineConfig, hardware: Hardware, cpu_kv_bytes: Sequence[int]) -> None:
+def check_cpu_memory(
+    config: EngineConfig, hardware: Hardware, cpu_kv_bytes: Sequence[int], num_members: int = 1
+) -> None:
     """Refuse blocks and snapshots that a machine with GPUs has no main memory for.
 
     Args:
         config: Where the stages are to run.
         hardware: The main memory of a machine; 0, if not known, passes.
-        cpu_kv_bytes: What they take of each stage.
+        cpu_kv_bytes: What they take of each stage, or of a member of it.
+        num_members: Of each stage, on one machine.
 
     Raises:
         ResourceError: says how much stages that are on one machine need together.
     """
     together = cpu_kv_bytes if _share_a_machine(config, hardware) else [max(cpu_kv_bytes)]
-    needed, there = sum(together), hardware.memory_bytes
+    needed, there = num_members * sum(together), hardware.memory_bytes
     if not there or needed <= _MOST_OF_MEMORY * there:
         return
     raise ResourceError(
@@ -579,7 +582,7 @@ def check_cpu_memory(config: EngineConfig, hardware: Hardware, cpu_kv_bytes: Seq
         got=f"{there / 2**30:.2f} GiB of main memory",
         expected=f"{needed / 2**30:.2f} GiB for those of {len(together)} of {len(cpu_kv_bytes)} stages to be at most "
         f"{_MOST_OF_MEMORY:.0%} of it",
-        hint="lower cpu_kv_bytes; it is for each stage",
+        hint="lower cpu_kv_bytes; it is for each stage, and for each member of one",
     )
 
 
@@ -588,5 +591,5 @@ def _share_a_machine(config: EngineConfig, hardware: Hardware) -> bool:
     parallel = config.parallel
     if parallel.placement == "strict_pack":
         return True
-    has_room = hardware.num_machines == 1 and parallel.num_stages * parallel.stage_num_gpus <= hardware.num_gpus
-    return parallel.placement == "pack" and has_room
+    num_asked = parallel.num_stages * parallel.tensor_parallel_size * parallel.stage_num_gpus
+    return parallel.placement == "pack" and hardware.num_machines == 1 and num_asked <= hardware.num_gpus

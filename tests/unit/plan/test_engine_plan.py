@@ -94,6 +94,19 @@ def test_stages_of_one_machine_share_its_main_memory(placement, num_machines, gi
     assert caught.value.got == "128.00 GiB of main memory"
 
 
+@pytest.mark.parametrize(("gib", "num_gpus", "fits"), [(27, 4, True), (28, 4, False), (54, 2, True), (55, 2, False)])
+def test_members_of_a_stage_share_the_main_memory_of_its_machine(gib, num_gpus, fits):
+    """Two stages of two members: all four on one machine if it has as many GPUs."""
+    hardware = Hardware(16, 128 << 30, num_gpus, "GPU", 80 << 30, (9, 0))
+    settings = {"device": "cuda", "num_stages": 2, "tensor_parallel_size": 2, "layer_partition": [3, 3]}
+    config = EngineConfig.from_flat("tiny", cpu_kv_bytes=gib << 30, **settings)
+    if fits:
+        assert plan_engine(config, hardware).num_members == 2
+        return
+    with pytest.raises(ResourceError, match="in CPU memory do not fit the machine"):
+        plan_engine(config, hardware)
+
+
 def test_nothing_is_open_in_the_resolved_config():
     config = _plan(num_stages=2).resolved_config()
     assert (config.model.dtype, config.model.max_model_len) == ("float32", 4096)
@@ -364,8 +377,8 @@ def test_what_members_do_not_have_is_refused_by_name():
     with pytest.raises(ConfigError, match="images"):
         plan_engine(EngineConfig.from_flat("tiny-vl", tensor_parallel_size=2, device="cpu"), Hardware(4))
     hardware = Hardware(16, num_gpus=2, gpu_memory_bytes=_H200_BYTES)
-    with pytest.raises(ConfigError, match="stages on GPUs"):
-        plan_engine(EngineConfig.from_flat("tiny", tensor_parallel_size=2), hardware)
+    with pytest.raises(ConfigError, match="each member of a stage has a GPU of its own"):
+        plan_engine(EngineConfig.from_flat("tiny", tensor_parallel_size=2, stage_num_gpus=0.5), hardware)
     plan = _of_members(2)
     with pytest.raises(ConfigError, match="makes stages of one member"):
         build_stage_model(plan.stage_spec(0), plan.model, lambda spec, config: pytest.fail("not asked for"))

@@ -163,6 +163,27 @@ def test_other_numbers_of_stages() -> None:
     ]
 
 
+def test_each_member_of_a_stage_has_a_gpu_of_one_machine() -> None:
+    members = {"tensor_parallel_size": 2}
+    fit = _fit("qwen3-14b", "4x24GB", num_stages=4, **members)
+    assert fit.problem is not None
+    assert fit.problem.expected == "room for 4 stages of 2 members, each stage on one machine, which ask for 8 GPUs"
+    assert dict(alternatives(fit)[0].settings) == {"num_stages": 2}
+    counts = [len(other.layout.layers) for other in other_numbers_of_stages(_fit("qwen3-14b", "8x24GB", **members))]
+    assert counts == [2, 4]
+    assert _fit("qwen3-14b", "1x24GB+1x24GB", **members).plan is None
+    assert _fit("qwen3-14b", "2x24GB+2x24GB", num_stages=2, **members).num_machines == 2
+    large = _fit("qwen3-32b", "3x24GB", num_stages=2, **members)
+    assert [each.num_missing_gpus for each in alternatives(large)] == [1]
+
+
+def test_joined_logits_are_part_of_a_step() -> None:
+    """Each member's part, and those of all, beside the logits: float32, of as many rows as a step has logits."""
+    sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 256}  # logits are what takes the most
+    one, two = (_fit("qwen3-0.6b", "2x24GB", tensor_parallel_size=count, **sizes).layout.memory[0] for count in (1, 2))
+    assert two.step_bytes - one.step_bytes == 256 * 3 * (151_936 // 2) * 4
+
+
 def test_a_plan_for_described_gpus_is_told_as_one() -> None:
     description = describe_fit(_config("qwen3-8b", num_stages=2), read_machines("2x24GB"))
     fit = description["fit"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raypp.errors import ConfigError
-from raypp.plan.hardware import Machine, described_hardware, num_machines_for, read_machines
+from raypp.plan.hardware import GpuAsk, Machine, described_hardware, num_machines_for, read_machines
 
 _GB = 10**9
 
@@ -87,4 +87,24 @@ def test_stages_are_planned_for_the_smallest_gpu() -> None:
 )
 def test_what_finds_room(shares, gpus, strategy, expected) -> None:
     machines = [Machine(number, 24 * _GB) for number in gpus]
-    assert num_machines_for(shares, machines, strategy) == expected
+    assert num_machines_for([GpuAsk(share) for share in shares], machines, strategy) == expected
+
+
+@pytest.mark.parametrize(
+    ("asks", "gpus", "strategy", "expected"),
+    [
+        ([GpuAsk(1, 2)] * 2, [4], "pack", 1),
+        ([GpuAsk(1, 2)] * 2, [3], "pack", None),
+        ([GpuAsk(1, 2)] * 2, [2, 2], "pack", 2),
+        ([GpuAsk(1, 2)], [1, 1], "pack", None),  # members of a stage are on one machine
+        ([GpuAsk(1, 2)] * 3, [3, 3], "pack", None),
+        ([GpuAsk(1, 4)], [2, 4], "pack", 1),
+        ([GpuAsk(0.2), GpuAsk(1, 2)], [2, 1], "pack", 2),
+        ([GpuAsk(1, 2)] * 2, [4, 4], "spread", 2),
+        ([GpuAsk(1, 2)] * 2, [2, 4], "strict_spread", 2),
+        ([GpuAsk(1, 2)] * 2, [1, 4], "strict_spread", None),
+        ([GpuAsk(1, 2)] * 2, [2, 2], "strict_pack", None),
+    ],
+)
+def test_members_of_a_stage_are_on_one_machine(asks, gpus, strategy, expected) -> None:
+    assert num_machines_for(asks, [Machine(number, 24 * _GB) for number in gpus], strategy) == expected
