@@ -68,11 +68,18 @@ Each stage holds its layers' weights and the KV cache of these layers. `may use`
 `gpu_memory_utilization`. What weights, a step's tensors, graphs and libraries leave of it is KV cache, as many
 blocks on every stage as the fullest one has room for; the others have some memory left.
 
+The last table has the numbers of stages and of members (`--tensor-parallel-size`) that the GPUs have room for, members
+of a stage on one machine. Its tokens per second are by the cost model: what each member's GPU reads of weights and of
+KV, half of 8,192 tokens per request, a fixed time per layer, and where there are members two sums per layer, measured
+over NVLink. They compare cuts; they do not promise a speed. What raypp would take is the one with most tokens
+per second of all requests that run at once, and of those that are within 3 % the one with the fewest GPUs. On a
+machine with several GPUs `raypp serve` without `--num-stages` takes it.
+
 ## If it does not fit
 
 `raypp info` then lists changes with which it fits, each checked by a plan of its own. In general:
 
-- More stages: each GPU holds fewer layers, so that weights shrink and the KV cache grows.
+- More stages or members: each GPU holds less, so that weights shrink and the KV cache grows.
 - A smaller `max_model_len`, if the KV cache is too small for one request of the longest length.
 - A smaller `max_num_seqs` or `max_num_batched_tokens`: a step's tensors, above all its logits, and graphs shrink.
 - Other layers per stage (`layer_partition`): by default the slowest stage is as fast as can be, which leaves memory of

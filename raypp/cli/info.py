@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -159,10 +158,9 @@ def fit_lines(fit: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         yield "what would hold more: layers by memory (by default they are cut so that the slowest stage is fastest)"
         yield f"  {_alternative(fit['layers_by_memory'])}"
-    if fit["other_numbers_of_stages"]:
+    if fit["cuts"] != [cut for cut in fit["cuts"] if cut["is_planned"]]:
         yield ""
-        yield "with other numbers of stages"
-        yield from table_lines([_stages_row(row) for row in fit["other_numbers_of_stages"]], "  ")
+        yield from _cut_lines(fit["cuts"])
     yield from _notes(fit)
 
 
@@ -259,10 +257,22 @@ def _room(summary: Mapping[str, Any]) -> str:
     )
 
 
-def _stages_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    if not row["fits"]:
-        return {"stages": row["num_stages"], "room": "does not fit"}
-    return {"stages": row["num_stages"], "room": _room(row)}
+def _cut_lines(cuts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield "stages and members that these GPUs have room for; tokens/s of 1 request, and of all that run at once"
+    yield from table_lines([_cut_row(cut) for cut in cuts], "  ")
+    for cut in cuts:
+        if cut["is_advised"]:
+            settings = {name: cut[name] for name in ("num_stages", "tensor_parallel_size")}
+            options = " ".join(_option(name, value) for name, value in settings.items())
+            yield f"raypp would take {options}: most tokens/s of all that run at once,"
+            yield "by what each member's GPU reads of weights and KV, and two sums over the members per layer."
+
+
+def _cut_row(cut: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = {"stages": cut["num_stages"], "members": cut["tensor_parallel_size"]}
+    if not cut["fits"]:
+        return {**numbers, "room": "does not fit"}
+    return {**numbers, "room": _room(cut), "of 1": cut["tokens_per_s_of_one"], "of all": cut["tokens_per_s"]}
 
 
 def _notes(fit: Mapping[str, Any]) -> Iterator[str]:
@@ -276,10 +286,8 @@ def _notes(fit: Mapping[str, Any]) -> Iterator[str]:
         sizes = {machine["gpu_memory_bytes"] for machine in fit["machines"]}
         if len(sizes) > 1:
             yield f"GPUs differ: every stage is planned for the smallest, {_gib(min(sizes))} GiB."
-        if (num_unused := _num_unused_gpus(fit)) > 0:
-            together = len(fit["stages"]) + num_unused
-            unused = counted(num_unused, "GPU")
-            yield f"{unused} not used: --num-stages {together} plans for all (the default is 1 stage)."
+        if len(fit["cuts"]) > 1:
+            yield "Estimates: tokens/s, of H200 GPUs with NVLink; without it sums take longer: take 1 member."
     if (fit["num_machines_used"] or 1) > 1:
         yield (
             f"{fit['num_machines_used']} machines: one Ray cluster over them (`ray start`), "
@@ -287,16 +295,6 @@ def _notes(fit: Mapping[str, Any]) -> Iterator[str]:
         )
     if not fit["is_described"] and fit["machines"] is None:
         yield "RAY_ADDRESS is set: whether the cluster has enough GPUs is seen at the start (--start)."
-
-
-def _num_unused_gpus(fit: Mapping[str, Any]) -> int:
-    """Return how many described GPUs neither stages nor encoders have, each stage with a GPU of its own."""
-    if fit["machines"] is None or fit["device"] == "cpu" or fit["stage_num_gpus"] != 1:
-        return 0
-    share = (fit["encoders"] or {}).get("resources", {}).get("GPU", 0)
-    of_encoders = math.ceil(share * fit["encoders"]["num_encoders"]) if share else 0
-    num_gpus: int = sum(machine["num_gpus"] for machine in fit["machines"])
-    return num_gpus - len(fit["stages"]) - of_encoders
 
 
 def _place(fit: Mapping[str, Any]) -> str:

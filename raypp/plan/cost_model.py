@@ -15,10 +15,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import add
 
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import LayerSize, kv_bytes_per_token, layer_sizes, lm_head_bytes
+from raypp.models.sizes import LOGIT_BYTES, LayerSize, kv_bytes_per_token, layer_sizes, lm_head_bytes
 from raypp.scheduler.step_budget import RooflineCost, StageTimes, StepWork, amounts, step_ms
 
 FREE_STEP_TOKENS = {"cuda": 184, "cpu": 12}
@@ -35,6 +36,11 @@ _GPU_SCAN_MS = 2.7  # of a host that starts a gated delta net's scan of a chunk,
 _CHUNK_TOKENS = 512
 _MOST_CHUNKS = 8
 _GPU_PROPOSAL_MS = 0.076  # of a draft by a head beyond reading its weights, 8 to 32 rows
+_SUM_US = ((1, 3.3), (16, 4.3), (64, 7.5), (128, 12.0), (256, 30.0))
+"""What a sum over members takes, by rows of 4,096 numbers in 16 bits: measured over NVLink. More rows in proportion."""
+_SUM_COLUMNS = 4096
+_SUMS_PER_LAYER = 2
+_JOINED_BYTES_PER_MS = 2e8  # of other members' logits over NVLink, copying included: an estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +84,15 @@ def estimated_costs(
     num_verified: float = 0,
     num_proposed: float = 0,
     drafting_bytes: float = 0,
+    kv_bytes: Sequence[float] | None = None,
 ) -> StepCosts:
-    """Return the costs of a decode step.
+    """Return the costs of a decode step, of one member of each stage.
 
     It reads every weight once, but of the embedding only a few rows, and of experts those that any of its tokens
-    chooses. In milliseconds of an H200 if `on_gpu`, else in bytes.
+    chooses. In milliseconds of an H200 if `on_gpu`, else in bytes. There sums over members count, too.
 
     Args:
-        model: Its sizes.
+        model: Its sizes, or those of one member.
         dtype_bytes: Of a weight.
         on_gpu: Where it runs.
         num_rows: Of the step that decode; it matters where there are experts, or prompts.
@@ -93,22 +100,37 @@ def estimated_costs(
         num_verified: Drafts that each row verifies.
         num_proposed: Drafts that a head on the last stage makes for each row; 0 without one.
         drafting_bytes: What it reads for them.
+        kv_bytes: Of the KV cache, that the step reads in each layer; None: not counted.
     """
     num_decode_tokens = num_rows * (1 + num_verified)
     num_tokens = num_decode_tokens + num_prompt_tokens
     roofline = RooflineCost(FREE_STEP_TOKENS["cuda" if on_gpu else "cpu"])
     growth = roofline(num_tokens) / roofline(num_decode_tokens)
     layers = [growth * size.reads.of(num_tokens) for size in layer_sizes(model, dtype_bytes)]
+    if kv_bytes is not None:
+        layers = list(map(add, layers, kv_bytes))
     head = float(lm_head_bytes(model, dtype_bytes) + drafting_bytes)
     if not on_gpu:
         return StepCosts(layers=layers, last_stage=head)
     verify_ms = num_verified * _GPU_DRAFT_MS
     layer_ms, head_ms = _GPU_LAYER_MS + verify_ms, _GPU_HEAD_MS + verify_ms
     head_ms += num_proposed * _GPU_PROPOSAL_MS
+    if model.num_members > 1:
+        layer_ms += _SUMS_PER_LAYER * sum_ms(num_tokens * model.hidden_size / _SUM_COLUMNS)
+        others = (model.num_members - 1) * model.vocab_rows * LOGIT_BYTES
+        head_ms += num_decode_tokens * others / _JOINED_BYTES_PER_MS
     return StepCosts(
         layers=[num_bytes / _GPU_BYTES_PER_MS + layer_ms for num_bytes in layers],
         last_stage=head / _GPU_BYTES_PER_MS + head_ms,
     )
+
+
+def sum_ms(num_rows: float) -> float:
+    """Return what a sum over the members of a stage takes on GPUs, milliseconds; a row has 4,096 numbers."""
+    for (fewer, fewer_us), (more, more_us) in pairwise(_SUM_US):
+        if num_rows <= more:
+            return (fewer_us + (more_us - fewer_us) * max(0.0, num_rows - fewer) / (more - fewer)) / 1000
+    return more_us * num_rows / more / 1000
 
 
 _NEXT_TO_NOTHING = 1.0

@@ -19,10 +19,11 @@ from raypp.errors import ConfigError, ResourceError
 from raypp.models.attention_config import ModulesConfig
 from raypp.models.config import ModelConfig
 from raypp.models.registry import resolve_config_path
-from raypp.models.sizes import layer_sizes
+from raypp.models.sizes import kv_bytes_per_token, layer_sizes
 from raypp.plan.engine_layout import EngineLayout, lay_out
 from raypp.plan.engine_plan import EnginePlan, plan_layout
 from raypp.plan.hardware import GpuAsk, Hardware, Machine, described_hardware, num_machines_for
+from raypp.plan.layer_partition import costs_of
 from raypp.plan.stage_memory import block_mix, check_one_machine, num_snapshots
 
 REQUEST_LENGTHS = (2048, 8192, 32768)
@@ -36,6 +37,8 @@ _SMALL_SEQS, _SMALL_TOKENS = 16, 512
 _SHARED_GPU = {"stage_num_gpus": 0.8, "encoder_num_gpus": 0.2}
 _WORTH_MENTION = 1.1
 """Times the KV cache that layers per stage by memory must hold."""
+_AS_FAST = 0.97
+"""Of the most tokens per second: what estimates do not tell apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +77,26 @@ class Fit:
     def max_num_seqs(self) -> int:
         """Requests that run at a time: as many as asked for, or as many states as there is room for."""
         return self.layout.config.scheduler.max_num_seqs
+
+    def tokens_per_s(self, num_requests: int) -> float:
+        """Return about how many tokens so many requests get per second on GPUs while they decode; a usual length each.
+
+        They run in as many cohorts as there are stages. The slowest stage sets the pace, unless there are too few.
+        """
+        layout, num_stages = self.layout, len(self.layout.layers)
+        num_cohorts = min(num_requests, num_stages)
+        num_rows = -(-num_requests // num_cohorts)
+        num_tokens = typical_length(self) / 2
+        of_token = kv_bytes_per_token(layout.model, layout.kv_dtype_bytes)
+        kv_bytes = [
+            num_rows * num_bytes * min(num_tokens, (layer.attention and layer.attention.window) or num_tokens)
+            for num_bytes, layer in zip(of_token, layout.model.attention, strict=True)
+        ]
+        head = None if layout.draft_head is None else layout.draft_head.config
+        costs = costs_of(
+            self.config, layout.held_model, head, layout.dtype_bytes, layout.device, num_rows, kv_bytes
+        ).of_stages(layout.layers)
+        return 1000 * num_requests / max(sum(costs), num_cohorts * max(costs))
 
     def request_lengths(self) -> list[int]:
         """Return the lengths to count requests of, in tokens, ascending."""
@@ -263,11 +286,59 @@ def alternatives(fit: Fit) -> list[Alternative]:
     return found + single
 
 
-def other_numbers_of_stages(fit: Fit) -> list[Fit]:
-    """Return the same engine with other numbers of stages that its GPUs have room for: powers of 2, and the most."""
-    most = _most_stages(fit)
-    counts = sorted({1 << power for power in range(most.bit_length())} | {most} - {0})
-    return [_with_stages(fit, count) for count in counts if count != fit.config.parallel.num_stages]
+def possible_cuts(fit: Fit) -> list[Fit]:
+    """Return the same engine with the numbers of stages and of members that its GPUs have room for.
+
+    Powers of 2, and the most stages; the engine's own numbers are among them if there is room for these.
+    """
+    if fit.machines is None or fit.layout.device != "cuda":
+        return []
+    parallel, found = fit.config.parallel, list[Fit]()
+    largest = max(machine.num_gpus for machine in fit.machines)
+    for num_members in sorted({*_powers_of_2(largest), parallel.tensor_parallel_size}):
+        with_members = _changed(fit, _cut_settings(fit, 1, num_members), fit.machines)
+        most = 0 if with_members is None else _most_stages(with_members)
+        own = {parallel.num_stages} if num_members == parallel.tensor_parallel_size else set[int]()
+        counts = sorted(count for count in {*_powers_of_2(most), most, *own} if 0 < count <= most)
+        found += [fit if own == {count} else _with_stages(fit, count, num_members) for count in counts]
+    return found
+
+
+def advised_cut(cuts: Sequence[Fit]) -> Fit | None:
+    """Return the cut that gives most tokens per second to the requests that run at once; None if none fits.
+
+    Of those that give about as many, the one with the fewest GPUs, then the one that is fastest for a single request.
+    """
+    fitting = {index: cut.tokens_per_s(_at_once(cut)) for index, cut in enumerate(cuts) if _at_once(cut)}
+    most = max(fitting.values(), default=0.0)
+    alike = [cuts[index] for index, speed in fitting.items() if speed >= _AS_FAST * most]
+    return min(alike, key=lambda cut: (_num_asked(cut.layout), -cut.tokens_per_s(1)), default=None)
+
+
+def advised_config(config: EngineConfig) -> EngineConfig:
+    """Return a configuration with the stages and members that are advised for this machine, where it says of neither.
+
+    One for CPUs, for a cluster that is named, or that fits with no numbers, stays.
+
+    Raises:
+        ConfigError, ModelLoadError, ResourceError: as `describe_fit`.
+    """
+    asked = config.parallel.model_fields_set & {"num_stages", "tensor_parallel_size", "layer_partition"}
+    hardware, machines = _of_this_machine()
+    if asked or machines is None or hardware.num_gpus < 2 or config.parallel.device == "cpu":
+        return config
+    cuts = possible_cuts(check_fit(config, hardware, machines))
+    advised = advised_cut(cuts)
+    return config if advised is None else advised.config
+
+
+def _at_once(fit: Fit) -> int:
+    return fit.num_requests(typical_length(fit))
+
+
+def _powers_of_2(most: int) -> set[int]:
+    """Return 1, 2, 4, ... up to a number."""
+    return {1 << power for power in range(most.bit_length())}
 
 
 def layers_by_memory(fit: Fit) -> Alternative | None:
@@ -305,17 +376,24 @@ def _changed(fit: Fit, settings: Mapping[str, object], machines: tuple[Machine, 
         return None
 
 
-def _stage_settings(fit: Fit, num_stages: int) -> dict[str, object]:
+def _cut_settings(fit: Fit, num_stages: int, num_members: int) -> dict[str, object]:
+    parallel = fit.config.parallel
     settings: dict[str, object] = {"num_stages": num_stages}
-    if fit.config.parallel.layer_partition is not None:
+    if num_members != parallel.tensor_parallel_size:
+        settings["tensor_parallel_size"] = num_members
+    if parallel.layer_partition is not None:
         settings["layer_partition"] = None
-    if num_stages > 1 and fit.config.parallel.transport == "local":
+    if num_stages > 1 and parallel.transport == "local":
         settings["transport"] = "auto"
     return settings
 
 
-def _with_stages(fit: Fit, num_stages: int) -> Fit:
-    changed = _changed(fit, _stage_settings(fit, num_stages), fit.machines)
+def _stage_settings(fit: Fit, num_stages: int) -> dict[str, object]:
+    return _cut_settings(fit, num_stages, fit.config.parallel.tensor_parallel_size)
+
+
+def _with_stages(fit: Fit, num_stages: int, num_members: int) -> Fit:
+    changed = _changed(fit, _cut_settings(fit, num_stages, num_members), fit.machines)
     assert changed is not None, "a number of stages is refused that layers and GPUs allow"
     return changed
 
@@ -338,7 +416,7 @@ def _other_stages(fit: Fit) -> Iterator[Alternative]:
         return
     num_stages, most = fit.config.parallel.num_stages, _most_stages(fit)
     for count in range(num_stages + 1, most + 1) if num_stages <= most else range(most, 0, -1):
-        other = _with_stages(fit, count)
+        other = _with_stages(fit, count, fit.config.parallel.tensor_parallel_size)
         if other.plan is not None:
             yield Alternative(settings=_stage_settings(fit, count), num_missing_gpus=0, fit=other)
             return
@@ -442,15 +520,15 @@ def describe_fit(config: EngineConfig, machines: tuple[Machine, ...] | None = No
     """
     is_described = machines is not None
     if machines is None:
-        hardware = Hardware.of_this_machine()
-        if not os.environ.get("RAY_ADDRESS"):  # else Ray may find GPUs elsewhere
-            machines = (Machine(hardware.num_gpus, hardware.gpu_memory_bytes),)
+        hardware, machines = _of_this_machine()
     else:
         if config.parallel.device == "cpu":
             raise ConfigError("--gpus describes GPUs, and device=cpu uses none", got="both", expected="one of them")
         hardware = described_hardware(machines)
     fit = check_fit(config, hardware, machines)
     by_memory = layers_by_memory(fit) if fit.plan else None
+    cuts = possible_cuts(fit)
+    advised = advised_cut(cuts)
     resolved = config if fit.plan is None else fit.plan.resolved_config()
     return {
         "config": resolved.model_dump(mode="json"),
@@ -461,9 +539,26 @@ def describe_fit(config: EngineConfig, machines: tuple[Machine, ...] | None = No
             "is_described": is_described,
             "alternatives": [] if fit.plan else [each.describe() for each in alternatives(fit)],
             "layers_by_memory": None if by_memory is None else by_memory.describe(),
-            "other_numbers_of_stages": [
-                {"num_stages": len(other.layout.layers), "fits": other.plan is not None, **summary_of(other)}
-                for other in other_numbers_of_stages(fit)
-            ],
+            "cuts": [{"is_planned": cut is fit, "is_advised": cut is advised, **_described_cut(cut)} for cut in cuts],
         },
     }
+
+
+def _described_cut(cut: Fit) -> dict[str, Any]:
+    """Return the numbers of stages and members, and what they hold and how fast they are, as plain data."""
+    return {
+        "num_stages": len(cut.layout.layers),
+        "tensor_parallel_size": cut.layout.model.num_members,
+        "fits": cut.plan is not None,
+        "tokens_per_s_of_one": round(cut.tokens_per_s(1)),
+        "tokens_per_s": round(cut.tokens_per_s(num_requests)) if (num_requests := _at_once(cut)) else 0,
+        **summary_of(cut),
+    }
+
+
+def _of_this_machine() -> tuple[Hardware, tuple[Machine, ...] | None]:
+    """Return what this machine has, and its GPUs; None for these where a cluster may have others."""
+    hardware = Hardware.of_this_machine()
+    if os.environ.get("RAY_ADDRESS"):
+        return hardware, None
+    return hardware, (Machine(hardware.num_gpus, hardware.gpu_memory_bytes),)

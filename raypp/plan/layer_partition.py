@@ -37,20 +37,7 @@ def layers_per_stage(
     num_stages, explicit = config.parallel.num_stages, config.parallel.layer_partition
     if explicit is None:
         num_rows = min(DECODE_ROWS, max_step_rows(config))
-        num_proposed = 0.0 if head is None else float(config.speculative.max_drafts)
-        if config.speculative.num_speculative_tokens is None:
-            num_proposed *= SHADOW_SHARE  # while all stages are busy; one request waits for their sum
-        costs = estimated_costs(
-            model,
-            dtype_bytes,
-            on_gpu=device == "cuda",
-            num_rows=num_rows,
-            num_prompt_tokens=prompt_tokens_of_step(config, num_rows),
-            num_verified=config.speculative.usual_drafts,
-            num_proposed=num_proposed,
-            drafting_bytes=0 if head is None else head.drafting_bytes(num_proposed, dtype_bytes),
-        )
-        return fastest_partition(costs, num_stages)
+        return fastest_partition(costs_of(config, model, head, dtype_bytes, device, num_rows), num_stages)
     if sum(explicit) != model.num_layers:
         raise ConfigError(
             "layer_partition does not add up to the model's layers",
@@ -58,6 +45,42 @@ def layers_per_stage(
             expected=f"{model.num_layers} layers",
         )
     return list(explicit)
+
+
+def costs_of(
+    config: EngineConfig,
+    model: ModelConfig,
+    head: DraftHeadConfig | None,
+    dtype_bytes: int,
+    device: str,
+    num_rows: int,
+    kv_bytes: Sequence[float] | None = None,
+) -> StepCosts:
+    """Return the costs of a step of so many decode rows, with the prompts and drafts that it usually has.
+
+    Args:
+        config: Of the engine.
+        model: Its sizes, or those of one member of a stage.
+        head: See `layers_per_stage`.
+        dtype_bytes: Of a weight.
+        device: Of the stages.
+        num_rows: Of the step.
+        kv_bytes: See `estimated_costs`.
+    """
+    num_proposed = 0.0 if head is None else float(config.speculative.max_drafts)
+    if config.speculative.num_speculative_tokens is None:
+        num_proposed *= SHADOW_SHARE  # while all stages are busy; one request waits for their sum
+    return estimated_costs(
+        model,
+        dtype_bytes,
+        on_gpu=device == "cuda",
+        num_rows=num_rows,
+        num_prompt_tokens=prompt_tokens_of_step(config, num_rows),
+        num_verified=config.speculative.usual_drafts,
+        num_proposed=num_proposed,
+        drafting_bytes=0 if head is None else head.drafting_bytes(num_proposed, dtype_bytes),
+        kv_bytes=kv_bytes,
+    )
 
 
 def prompt_tokens_of_step(config: EngineConfig, num_rows: int) -> int:

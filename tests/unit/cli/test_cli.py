@@ -298,8 +298,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
             "stages": [{"layers": "0-9", "kv_bytes": 12345678}, {"layers": "9-12", "note": None}],
             "num_blocks": 7,
         },
-        "fit": cpu.describe()
-        | {"is_described": False, "alternatives": [], "layers_by_memory": None, "other_numbers_of_stages": []},
+        "fit": cpu.describe() | {"is_described": False, "alternatives": [], "layers_by_memory": None, "cuts": []},
     }
 
 

@@ -50,10 +50,16 @@ def test_blocks_in_cpu_memory_are_said() -> None:
     assert "snapshots of states that had to make room: in each stage's machine up to 3" in line
 
 
-def test_gpus_that_no_stage_has_are_said() -> None:
-    note = "1 GPU not used: --num-stages 2 plans for all (the default is 1 stage)."
-    assert note in _lines("qwen3-8b", "2x24GB")
-    assert not any("not used" in line for line in _lines("qwen3-8b", "2x24GB", num_stages=2))
+def test_stages_and_members_are_advised() -> None:
+    lines = _lines("qwen3-8b", "2x24GB")
+    rows = [line.split() for line in lines]
+    assert ["stages", "members", "room", "of", "1", "of", "all"] in rows
+    assert ["1", "2", "KV", "cache"] in [row[:4] for row in rows]
+    assert "raypp would take --num-stages 1 --tensor-parallel-size 2: most tokens/s of all that run at once," in lines
+    assert any("without it sums take longer" in line for line in lines)
+    assert not any("would take" in line for line in _lines("qwen3-8b", "1x24GB")), "there is no choice"
+    assert not any("would take" in line for line in _lines("qwen3-32b", "2x24GB")), "none fits"
+    assert ["2", "1", "does", "not", "fit"] in [line.split() for line in _lines("qwen3-32b", "2x24GB")]
 
 
 def test_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +88,6 @@ def test_machines_and_their_stages() -> None:
     lines = _lines("qwen3-14b", "2x24GB+2x24GB", num_stages=4)
     assert lines[0].endswith("4 stages on 2 machines with 2 GPUs of 22.35 GiB")
     assert any(line.startswith("2 machines: one Ray cluster over them") for line in lines)
-    assert "  stages                                                room" in lines
     mixed = _lines("qwen3-8b", "1x24GB+1x80GB", num_stages=2)
     assert mixed[0].endswith("on 1 machine with 1 GPU of 22.35 GiB and 1 machine with 1 GPU of 74.51 GiB")
     assert "GPUs differ: every stage is planned for the smallest, 22.35 GiB." in mixed

@@ -13,7 +13,15 @@ from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ModelLoadError, ResourceError
 from raypp.models.registry import resolve_config_path
 from raypp.plan.engine_plan import EnginePlan, plan_engine
-from raypp.plan.fit import Fit, alternatives, check_fit, describe_fit, layers_by_memory, other_numbers_of_stages
+from raypp.plan.fit import (
+    Fit,
+    advised_cut,
+    alternatives,
+    check_fit,
+    describe_fit,
+    layers_by_memory,
+    possible_cuts,
+)
 from raypp.plan.hardware import Hardware, described_hardware, read_machines
 
 _SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
@@ -154,13 +162,50 @@ def test_what_nothing_helps() -> None:
     assert alternatives(_fit("qwen3-8b", "36x1.5GB", num_stages=36)) == []
 
 
-def test_other_numbers_of_stages() -> None:
-    fits = other_numbers_of_stages(_fit("qwen3-14b", "2x24GB+4x24GB", num_stages=2))
-    assert [(len(fit.layout.layers), fit.plan is not None, fit.num_machines) for fit in fits] == [
-        (1, False, 1),
-        (4, True, 1),
-        (6, True, 2),
+def _cuts(model: str, gpus: str, **settings: Any) -> dict[tuple[int, int], Fit]:
+    """Return the possible cuts, by the numbers of stages and members."""
+    cuts = possible_cuts(_fit(model, gpus, **settings))
+    return {(len(cut.layout.layers), cut.layout.model.num_members): cut for cut in cuts}
+
+
+def test_possible_cuts() -> None:
+    cuts = _cuts("qwen3-14b", "2x24GB+4x24GB", num_stages=3)
+    assert [(*numbers, cut.plan is not None, cut.num_machines) for numbers, cut in cuts.items()] == [
+        (1, 1, False, 1),
+        (2, 1, True, 1),
+        (3, 1, True, 1),
+        (4, 1, True, 1),
+        (6, 1, True, 2),
+        (1, 2, True, 1),
+        (2, 2, True, 1),
+        (3, 2, True, 2),
+        (1, 4, True, 1),
     ]
+    assert {numbers[1] for numbers in _cuts("gpt-oss-20b", "2x80GB")} == {1}, "transformers' modules have no members"
+
+
+def _advised(model: str, gpus: str, **settings: Any) -> tuple[int, int]:
+    cuts = _cuts(model, gpus, **settings)
+    advised = advised_cut(list(cuts.values()))
+    return next(numbers for numbers, cut in cuts.items() if cut is advised)
+
+
+def test_which_stages_and_members_are_advised() -> None:
+    assert _advised("qwen3-8b", "2x24GB") == (1, 2), "each layer is read by two"
+    assert _advised("qwen3-8b", "8x80GB") == (2, 4), "sums of many rows take long, and two stages compute at once"
+    assert _advised("qwen3-235b-a22b-fp8", "8x80GB+8x80GB") == (2, 8), "members of one machine, stages of several"
+    assert _advised("qwen3-8b", "1x24GB+1x24GB") == (2, 1), "members are on one machine"
+    assert _advised("qwen3-8b", "2x80GB", prompt_tokens_per_output=20.0) == (2, 1), "prompts make sums long"
+    assert _advised("qwen3-vl-8b", "4x24GB") == (3, 1), "a GPU is an encoder's; no members with images"
+    assert advised_cut(possible_cuts(_fit("qwen3-32b", "2x24GB"))) is None
+
+
+def test_tokens_per_second_are_those_of_the_slowest_stage() -> None:
+    one, two = _cuts("qwen3-8b", "2x80GB")[1, 1], _cuts("qwen3-8b", "2x80GB")[2, 1]
+    assert two.tokens_per_s(1) == pytest.approx(one.tokens_per_s(1), rel=0.01), "one request passes all layers"
+    assert 1.8 < two.tokens_per_s(64) / one.tokens_per_s(32) <= 2.0, "both stages compute at the same time"
+    members = _cuts("qwen3-8b", "2x80GB")[1, 2]
+    assert 1.2 < members.tokens_per_s(1) / one.tokens_per_s(1) < 2.0
 
 
 def test_each_member_of_a_stage_has_a_gpu_of_one_machine() -> None:
@@ -169,8 +214,7 @@ def test_each_member_of_a_stage_has_a_gpu_of_one_machine() -> None:
     assert fit.problem is not None
     assert fit.problem.expected == "room for 4 stages of 2 members, each stage on one machine, which ask for 8 GPUs"
     assert dict(alternatives(fit)[0].settings) == {"num_stages": 2}
-    counts = [len(other.layout.layers) for other in other_numbers_of_stages(_fit("qwen3-14b", "8x24GB", **members))]
-    assert counts == [2, 4]
+    assert [stages for stages, count in _cuts("qwen3-14b", "8x24GB", **members) if count == 2] == [1, 2, 4]
     assert _fit("qwen3-14b", "1x24GB+1x24GB", **members).plan is None
     assert _fit("qwen3-14b", "2x24GB+2x24GB", num_stages=2, **members).num_machines == 2
     large = _fit("qwen3-32b", "3x24GB", num_stages=2, **members)
@@ -206,7 +250,7 @@ def test_a_described_head_counts_its_weights_in_8_bits() -> None:
 def test_this_machine() -> None:
     cpu = Hardware(4, memory_bytes=8 << 30)
     fit = check_fit(EngineConfig.from_flat("tiny"), cpu, None)
-    assert (fit.layout.device, fit.num_kv_tokens > 0, other_numbers_of_stages(fit)) == ("cpu", True, [])
+    assert (fit.layout.device, fit.num_kv_tokens > 0, possible_cuts(fit)) == ("cpu", True, [])
     small = check_fit(EngineConfig.from_flat("tiny", max_model_len=4096, kv_cache_bytes=1 << 22), cpu, None)
     assert small.plan is None
     offered = [dict(each.settings) for each in alternatives(small)]
