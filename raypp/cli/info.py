@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--gpus",
         metavar="NxMEMORY",
-        help="plan for GPUs that are not here: 4x80GB; 2x24GB+2x24GB are two machines",
+        help="plan for GPUs that are not here: 4x80GB; 2x24GB+2x24GB are two machines, 16GB+32GB one",
     )
     parser.add_argument(
         "--start",
@@ -191,6 +191,8 @@ def _typical(requests: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 def _stage_lines(fit: Mapping[str, Any]) -> Iterator[str]:
     yield f"memory per {'stage' if fit['num_members'] == 1 else 'member of a stage'}, GiB"
     yield from table_lines([_stage_row(fit, stage) for stage in fit["stages"]], "  ")
+    if fit["counts_each_gpu"] and fit["fits"]:
+        yield f"Stage {fit['fullest_stage']} is the fullest: it sets how many KV blocks all stages have."
     if fit["num_cpu_kv_tokens"]:
         most = _gib(max(stage["cpu_kv_bytes"] for stage in fit["stages"]))
         whole = "" if fit["device"] == "cpu" else ", page-locked"
@@ -281,13 +283,16 @@ def _notes(fit: Mapping[str, Any]) -> Iterator[str]:
         yield f"On CPUs: {fit['complaint']}."
     if fit["device"] == "cuda":
         yield "Estimates: CUDA graphs and libraries. `raypp info MODEL --start` measures graphs on the GPUs."
+        sizes = {gpu["memory_bytes"] for machine in fit["machines"] or () for gpu in machine["gpus"]}
+        if len(sizes) > 1 and not fit["counts_each_gpu"]:
+            yield (
+                f"GPUs differ: stages that do not take all of them are planned for the smallest, {_gib(min(sizes))} "
+                "GiB; CUDA_VISIBLE_DEVICES leaves some out."
+            )
+        if len(fit["cuts"]) > 1:
+            yield "Estimates: tokens/s, of H200 GPUs where their names are not known, with NVLink between members."
     if fit["is_described"]:
         yield "Estimates: the GPUs' memory, 1 GB = 10^9 bytes as --gpus says; a real card has a little more."
-        sizes = {machine["gpu_memory_bytes"] for machine in fit["machines"]}
-        if len(sizes) > 1:
-            yield f"GPUs differ: every stage is planned for the smallest, {_gib(min(sizes))} GiB."
-        if len(fit["cuts"]) > 1:
-            yield "Estimates: tokens/s, of H200 GPUs with NVLink; without it sums take longer: take 1 member."
     if (fit["num_machines_used"] or 1) > 1:
         yield (
             f"{fit['num_machines_used']} machines: one Ray cluster over them (`ray start`), "
@@ -305,7 +310,8 @@ def _place(fit: Mapping[str, Any]) -> str:
     groups = [(len(list(same)), machine) for machine, same in groupby(fit["machines"])]
     texts = []
     for number, machine in groups:
-        gpus = f"{counted(machine['num_gpus'], 'GPU')} of {_gib(machine['gpu_memory_bytes'])} GiB"
+        sizes = groupby(gpu["memory_bytes"] for gpu in machine["gpus"])
+        gpus = " and ".join(f"{counted(len(list(alike)), 'GPU')} of {_gib(size)} GiB" for size, alike in sizes)
         texts.append(gpus if number == len(groups) == 1 else f"{counted(number, 'machine')} with {gpus}")
     return " and ".join(texts)
 

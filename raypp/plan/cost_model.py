@@ -20,6 +20,7 @@ from operator import add
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import LOGIT_BYTES, LayerSize, kv_bytes_per_token, layer_sizes, lm_head_bytes
+from raypp.plan.hardware import H200, Gpu
 from raypp.scheduler.step_budget import RooflineCost, StageTimes, StepWork, amounts, step_ms
 
 FREE_STEP_TOKENS = {"cuda": 184, "cpu": 12}
@@ -85,11 +86,12 @@ def estimated_costs(
     num_proposed: float = 0,
     drafting_bytes: float = 0,
     kv_bytes: Sequence[float] | None = None,
+    gpu: Gpu | None = None,
 ) -> StepCosts:
     """Return the costs of a decode step, of one member of each stage.
 
     It reads every weight once, but of the embedding only a few rows, and of experts those that any of its tokens
-    chooses. In milliseconds of an H200 if `on_gpu`, else in bytes. There sums over members count, too.
+    chooses. In milliseconds if `on_gpu`, else in bytes. On GPUs sums over members count, too.
 
     Args:
         model: Its sizes, or those of one member.
@@ -101,10 +103,16 @@ def estimated_costs(
         num_proposed: Drafts that a head on the last stage makes for each row; 0 without one.
         drafting_bytes: What it reads for them.
         kv_bytes: Of the KV cache, that the step reads in each layer; None: not counted.
+        gpu: Whose times they are; where nothing is known of it, an H200's.
     """
     num_decode_tokens = num_rows * (1 + num_verified)
     num_tokens = num_decode_tokens + num_prompt_tokens
-    roofline = RooflineCost(FREE_STEP_TOKENS["cuda" if on_gpu else "cpu"])
+    speed = (None if gpu is None else gpu.speed) or H200
+    bytes_per_ms = _GPU_BYTES_PER_MS * speed.bytes_per_s / H200.bytes_per_s
+    free_tokens = float(FREE_STEP_TOKENS["cpu"])
+    if on_gpu:
+        free_tokens = FREE_STEP_TOKENS["cuda"] * speed.flops_per_byte / H200.flops_per_byte
+    roofline = RooflineCost(free_tokens)
     growth = roofline(num_tokens) / roofline(num_decode_tokens)
     layers = [growth * size.reads.of(num_tokens) for size in layer_sizes(model, dtype_bytes)]
     if kv_bytes is not None:
@@ -120,8 +128,8 @@ def estimated_costs(
         others = (model.num_members - 1) * model.vocab_rows * LOGIT_BYTES
         head_ms += num_decode_tokens * others / _JOINED_BYTES_PER_MS
     return StepCosts(
-        layers=[num_bytes / _GPU_BYTES_PER_MS + layer_ms for num_bytes in layers],
-        last_stage=head / _GPU_BYTES_PER_MS + head_ms,
+        layers=[num_bytes / bytes_per_ms + layer_ms for num_bytes in layers],
+        last_stage=head / bytes_per_ms + head_ms,
     )
 
 

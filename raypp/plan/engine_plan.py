@@ -168,7 +168,7 @@ class EnginePlan(EngineLayout):
 
     def stage_spec(self, stage_index: int, rank: int = 0) -> StageSpec:
         """Return what a member of a stage must be told."""
-        layout = self.stages[stage_index]
+        layout, indices = self.stages[stage_index], self.gpus[stage_index].indices
         return StageSpec(
             stage_index=stage_index,
             num_stages=len(self.stages),
@@ -181,7 +181,7 @@ class EnginePlan(EngineLayout):
             load_format=self.config.model.load_format,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
-            device=self.device,
+            device=self.device if indices is None else f"{self.device}:{indices[rank]}",
             seed=self.config.model.seed,
             num_threads=self.num_threads,
             max_num_seqs=self.config.scheduler.max_num_seqs + NUM_PADDING_ROWS,
@@ -253,6 +253,7 @@ class EnginePlan(EngineLayout):
             "num_threads_per_stage": self.num_threads,
             "block_size": self.config.cache.block_size,
             "num_kv_blocks": self.num_blocks,
+            "fullest_stage": None if self.device == "cpu" else self.fullest_stage,
             "num_cpu_kv_blocks": sum(group.num_cpu_blocks for group in self.groups),
             "num_cpu_state_snapshots": self.num_cpu_snapshots,
             "kv_groups": [

@@ -10,7 +10,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from raypp.models.sizes import kv_bytes_per_token, layer_sizes
 from raypp.plan.engine_layout import EngineLayout, lay_out
 from raypp.plan.engine_plan import EnginePlan, plan_layout
 from raypp.plan.hardware import GpuAsk, Hardware, Machine, described_hardware, num_machines_for
-from raypp.plan.layer_partition import costs_of
+from raypp.plan.layer_partition import costs_of, stage_costs
 from raypp.plan.stage_memory import block_mix, check_one_machine, num_snapshots
 
 REQUEST_LENGTHS = (2048, 8192, 32768)
@@ -47,11 +47,15 @@ class Fit:
 
     config: EngineConfig
     hardware: Hardware
-    machines: tuple[Machine, ...] | None  # None: how many GPUs there are is not known
     layout: EngineLayout
     plan: EnginePlan | None  # None: it does not fit
     problem: ResourceError | None  # what it lacks
     num_machines: int | None  # over which its stages and encoders are spread
+
+    @property
+    def machines(self) -> tuple[Machine, ...]:
+        """What the stages can be placed on; empty: it is not known."""
+        return self.hardware.machines
 
     @property
     def num_kv_tokens(self) -> int:
@@ -93,9 +97,19 @@ class Fit:
             for num_bytes, layer in zip(of_token, layout.model.attention, strict=True)
         ]
         head = None if layout.draft_head is None else layout.draft_head.config
-        costs = costs_of(
-            self.config, layout.held_model, head, layout.dtype_bytes, layout.device, num_rows, kv_bytes
-        ).of_stages(layout.layers)
+        costs = stage_costs(
+            costs_of(
+                self.config,
+                layout.held_model,
+                head,
+                layout.dtype_bytes,
+                layout.device,
+                layout.gpus,
+                num_rows=num_rows,
+                kv_bytes=kv_bytes,
+            ),
+            layout.layers,
+        )
         return 1000 * num_requests / max(sum(costs), num_cohorts * max(costs))
 
     def request_lengths(self) -> list[int]:
@@ -123,7 +137,8 @@ class Fit:
             "kv_cache_dtype": self.layout.kv_dtype,
             "device": self.layout.device,
             "complaint": self.hardware.complaint if self.config.parallel.device == "auto" else None,
-            "machines": None if self.machines is None else [asdict(machine) for machine in self.machines],
+            "machines": [asdict(machine) for machine in self.machines] or None,
+            "counts_each_gpu": any(gpus.indices for gpus in self.layout.gpus),
             "num_machines_used": self.num_machines,
             "gpu_memory_utilization": self.config.cache.gpu_memory_utilization,
             "stage_num_gpus": self.config.parallel.stage_num_gpus,
@@ -138,6 +153,7 @@ class Fit:
             "asked_max_num_seqs": self.config.scheduler.max_num_seqs,
             "num_snapshots": num_snapshots(self.layout.config) if self.layout.model.has_row_states else 0,
             "num_cpu_snapshots": 0 if self.plan is None else self.plan.num_cpu_snapshots,
+            "fullest_stage": self.layout.fullest_stage,
             "requests": [
                 {
                     "num_tokens": length,
@@ -169,15 +185,13 @@ class Fit:
 def check_fit(
     config: EngineConfig,
     hardware: Hardware,
-    machines: tuple[Machine, ...] | None,
     find_model: Callable[[str, str | None], Path] = resolve_config_path,
 ) -> Fit:
     """Plan an engine, and say what it lacks if it does not fit.
 
     Args:
         config: Of the engine.
-        hardware: What its stages will run on.
-        machines: The GPUs of each machine; None: not known, there are as many as are asked for.
+        hardware: What its stages will run on; without `machines` there are as many GPUs as are asked for.
         find_model: Returns a directory with a model's config.json, given its name and revision.
 
     Raises:
@@ -187,10 +201,10 @@ def check_fit(
     layout = lay_out(config, hardware, find_model)
     plan, problem, num_machines = None, None, None
     try:
-        if layout.device == "cuda" and machines is not None:
-            num_machines = _placed(layout, machines)
+        if layout.device == "cuda" and hardware.machines:
+            num_machines = _placed(layout, hardware.machines)
         plan = plan_layout(layout, hardware)
-        if layout.device == "cpu" and machines is not None:  # else there may be others in the cluster
+        if layout.device == "cpu" and hardware.machines:  # else there may be others in the cluster
             kv_bytes = [stage.kv_cache_bytes + stage.cpu_kv_bytes for stage in plan.stages]
             check_one_machine(layout.memory * plan.num_members, kv_bytes * plan.num_members)
     except ResourceError as error:
@@ -198,7 +212,6 @@ def check_fit(
     return Fit(
         config=config,
         hardware=hardware,
-        machines=machines,
         layout=layout,
         plan=plan,
         problem=problem,
@@ -291,12 +304,12 @@ def possible_cuts(fit: Fit) -> list[Fit]:
 
     Powers of 2, and the most stages; the engine's own numbers are among them if there is room for these.
     """
-    if fit.machines is None or fit.layout.device != "cuda":
+    if not fit.machines or fit.layout.device != "cuda":
         return []
     parallel, found = fit.config.parallel, list[Fit]()
     largest = max(machine.num_gpus for machine in fit.machines)
     for num_members in sorted({*_powers_of_2(largest), parallel.tensor_parallel_size}):
-        with_members = _changed(fit, _cut_settings(fit, 1, num_members), fit.machines)
+        with_members = _changed(fit, _cut_settings(fit, 1, num_members))
         most = 0 if with_members is None else _most_stages(with_members)
         own = {parallel.num_stages} if num_members == parallel.tensor_parallel_size else set[int]()
         counts = sorted(count for count in {*_powers_of_2(most), most, *own} if 0 < count <= most)
@@ -308,8 +321,13 @@ def advised_cut(cuts: Sequence[Fit]) -> Fit | None:
     """Return the cut that gives most tokens per second to the requests that run at once; None if none fits.
 
     Of those that give about as many, the one with the fewest GPUs, then the one that is fastest for a single request.
+    Several members only where NVLink joins the GPUs: the sums' times are those.
     """
-    fitting = {index: cut.tokens_per_s(_at_once(cut)) for index, cut in enumerate(cuts) if _at_once(cut)}
+    fitting = {
+        index: cut.tokens_per_s(_at_once(cut))
+        for index, cut in enumerate(cuts)
+        if _at_once(cut) and (cut.layout.model.num_members == 1 or all(each.has_nvlink for each in cut.machines))
+    }
     most = max(fitting.values(), default=0.0)
     alike = [cuts[index] for index, speed in fitting.items() if speed >= _AS_FAST * most]
     return min(alike, key=lambda cut: (_num_asked(cut.layout), -cut.tokens_per_s(1)), default=None)
@@ -324,10 +342,10 @@ def advised_config(config: EngineConfig) -> EngineConfig:
         ConfigError, ModelLoadError, ResourceError: as `describe_fit`.
     """
     asked = config.parallel.model_fields_set & {"num_stages", "tensor_parallel_size", "layer_partition"}
-    hardware, machines = _of_this_machine()
-    if asked or machines is None or hardware.num_gpus < 2 or config.parallel.device == "cpu":
+    hardware = _of_this_machine()
+    if asked or not hardware.machines or hardware.num_gpus < 2 or config.parallel.device == "cpu":
         return config
-    cuts = possible_cuts(check_fit(config, hardware, machines))
+    cuts = possible_cuts(check_fit(config, hardware))
     advised = advised_cut(cuts)
     return config if advised is None else advised.config
 
@@ -346,7 +364,7 @@ def layers_by_memory(fit: Fit) -> Alternative | None:
 
     By default layers are cut so that the slowest stage is fastest. Where memory is short, that leaves some of it over.
     """
-    if fit.layout.device != "cuda" or (fit.machines is not None and fit.num_machines is None):
+    if fit.layout.device != "cuda" or (fit.machines and fit.num_machines is None):
         return None
     best, layers, mix = fit, list(fit.layout.layers), block_mix(fit.config, fit.layout.model)
     while len(layers) > 1:
@@ -354,7 +372,7 @@ def layers_by_memory(fit: Fit) -> Alternative | None:
         fullest = rooms.index(min(rooms))
         layers[fullest] -= 1
         layers[rooms.index(max(rooms))] += 1
-        moved = _changed(fit, {"layer_partition": layers}, fit.machines) if layers[fullest] else None
+        moved = _changed(fit, {"layer_partition": layers}) if layers[fullest] else None
         if moved is None or min(stage.max_blocks(mix) for stage in moved.layout.memory) <= min(rooms):
             break
         best = moved
@@ -363,13 +381,12 @@ def layers_by_memory(fit: Fit) -> Alternative | None:
     return Alternative(settings={"layer_partition": list(best.layout.layers)}, num_missing_gpus=0, fit=best)
 
 
-def _changed(fit: Fit, settings: Mapping[str, object], machines: tuple[Machine, ...] | None) -> Fit | None:
-    """Return the engine with other settings; None if these cannot be."""
+def _changed(fit: Fit, settings: Mapping[str, object], hardware: Hardware | None = None) -> Fit | None:
+    """Return the engine with other settings, or on other hardware; None if these cannot be."""
     try:
         return check_fit(
             fit.config.with_settings(**settings),
-            fit.hardware,
-            machines,
+            hardware or fit.hardware,
             lambda name, revision: Path(fit.layout.model_path),
         )
     except ConfigError:
@@ -393,14 +410,14 @@ def _stage_settings(fit: Fit, num_stages: int) -> dict[str, object]:
 
 
 def _with_stages(fit: Fit, num_stages: int, num_members: int) -> Fit:
-    changed = _changed(fit, _cut_settings(fit, num_stages, num_members), fit.machines)
+    changed = _changed(fit, _cut_settings(fit, num_stages, num_members))
     assert changed is not None, "a number of stages is refused that layers and GPUs allow"
     return changed
 
 
 def _most_stages(fit: Fit) -> int:
     """Return the most stages that GPUs and layers allow; 0 if that is not known."""
-    if fit.machines is None or fit.layout.device != "cuda":
+    if not fit.machines or fit.layout.device != "cuda":
         return 0
     strategy, most = fit.config.parallel.placement, 0
     while most < min(_MAX_STAGES, fit.layout.model.num_layers):
@@ -420,10 +437,10 @@ def _other_stages(fit: Fit) -> Iterator[Alternative]:
         if other.plan is not None:
             yield Alternative(settings=_stage_settings(fit, count), num_missing_gpus=0, fit=other)
             return
-    num_gpus = 0 if fit.machines is None else sum(machine.num_gpus for machine in fit.machines)
+    num_gpus = sum(machine.num_gpus for machine in fit.machines)
     first = num_stages if num_stages > most else most + 1
     for count in range(first, min(_MAX_STAGES, fit.layout.model.num_layers) + 1):
-        larger = _changed(fit, _stage_settings(fit, count), None)
+        larger = _changed(fit, _stage_settings(fit, count), replace(fit.hardware, machines=()))
         if larger is not None and larger.plan is not None:
             missing = max(1, math.ceil(_num_asked(larger.layout)) - num_gpus) if num_gpus else 0
             yield Alternative(settings=_stage_settings(fit, count), num_missing_gpus=missing, fit=larger)
@@ -471,7 +488,7 @@ def _small(config: EngineConfig) -> dict[str, object]:
 def _first(fit: Fit, changes: Sequence[Mapping[str, object]]) -> Alternative | None:
     """Return the first of several changes with which the engine fits; None if it does with none of them."""
     for settings in changes:
-        other = _changed(fit, settings, fit.machines)
+        other = _changed(fit, settings)
         if other is None or other.plan is None:
             continue
         if "max_model_len" in settings:  # say how long, rather than "as long as can be"
@@ -520,12 +537,12 @@ def describe_fit(config: EngineConfig, machines: tuple[Machine, ...] | None = No
     """
     is_described = machines is not None
     if machines is None:
-        hardware, machines = _of_this_machine()
+        hardware = _of_this_machine()
     else:
         if config.parallel.device == "cpu":
             raise ConfigError("--gpus describes GPUs, and device=cpu uses none", got="both", expected="one of them")
         hardware = described_hardware(machines)
-    fit = check_fit(config, hardware, machines)
+    fit = check_fit(config, hardware)
     by_memory = layers_by_memory(fit) if fit.plan else None
     cuts = possible_cuts(fit)
     advised = advised_cut(cuts)
@@ -533,7 +550,7 @@ def describe_fit(config: EngineConfig, machines: tuple[Machine, ...] | None = No
     return {
         "config": resolved.model_dump(mode="json"),
         "plan": None if fit.plan is None else fit.plan.describe(),
-        "hardware": asdict(hardware),
+        "hardware": {name: value for name, value in asdict(hardware).items() if name != "machines"},
         "fit": fit.describe()
         | {
             "is_described": is_described,
@@ -556,9 +573,7 @@ def _described_cut(cut: Fit) -> dict[str, Any]:
     }
 
 
-def _of_this_machine() -> tuple[Hardware, tuple[Machine, ...] | None]:
-    """Return what this machine has, and its GPUs; None for these where a cluster may have others."""
+def _of_this_machine() -> Hardware:
+    """Return what this machine has; without its machine's GPUs one by one where a cluster may have others."""
     hardware = Hardware.of_this_machine()
-    if os.environ.get("RAY_ADDRESS"):
-        return hardware, None
-    return hardware, (Machine(hardware.num_gpus, hardware.gpu_memory_bytes),)
+    return replace(hardware, machines=()) if os.environ.get("RAY_ADDRESS") else hardware

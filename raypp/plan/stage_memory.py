@@ -21,7 +21,7 @@ from raypp.models.config import ModelConfig
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes, logit_row_bytes, mlp_width, qkv_width
 from raypp.ops.sample.draw_sizes import draw_bytes
 from raypp.plan.graph_plan import graph_spec, max_step_rows
-from raypp.plan.hardware import Hardware
+from raypp.plan.hardware import Hardware, StageGpus
 from raypp.sampling_params import (
     MAX_BAD_WORD_SPELLINGS,
     MAX_BAD_WORD_TOKENS,
@@ -181,6 +181,7 @@ def memory_of_stages(
     model: ModelConfig,
     *,
     device: str,
+    gpus: Sequence[StageGpus],
     dtype_bytes: int,
     weight_bytes: Sequence[int],
     block_bytes: Sequence[Sequence[int]],
@@ -192,9 +193,10 @@ def memory_of_stages(
 
     Args:
         config: The shares of a GPU.
-        hardware: Its memory, or the machine's.
+        hardware: The memory of a machine without GPUs.
         model: Sizes of a step's tensors.
         device: `cpu` or `cuda`.
+        gpus: Of each stage.
         dtype_bytes: Of weights and activations.
         weight_bytes: Of each stage.
         block_bytes: What a KV block of each group takes on each stage.
@@ -202,14 +204,18 @@ def memory_of_stages(
         speculation_bytes: What speculation keeps on each stage, weights and KV aside.
         item_bytes: What images take on the first stage.
     """
-    share_bytes, step_bytes, graph_bytes, library_bytes = hardware.memory_bytes, 0, 0, 0
+    share, step_bytes, graph_bytes, library_bytes = 1.0, 0, 0, 0
+    device_bytes = [hardware.memory_bytes] * len(gpus)
     if device != "cpu":
-        share_bytes, step_bytes, graph_bytes, library_bytes = _gpu_share(config, hardware, model, dtype_bytes)
+        share = config.cache.gpu_memory_utilization * config.parallel.stage_num_gpus
+        device_bytes = [of_stage.weakest.memory_bytes for of_stage in gpus]
+        step_bytes, library_bytes = _step_bytes(config, model, dtype_bytes), _LIBRARY_BYTES
+        graph_bytes = graph_spec(config, model, "cuda", dtype_bytes).planned_bytes
     num_staged = num_staged_blocks(config, block_bytes)
     return tuple(
         StageMemory(
-            device_bytes=hardware.memory_bytes if device == "cpu" else hardware.gpu_memory_bytes,
-            share_bytes=share_bytes,
+            device_bytes=there,
+            share_bytes=int(there * share),
             weight_bytes=weights,
             step_bytes=step_bytes + (0 if device == "cpu" else num_staged * sum(block)),
             graph_bytes=graph_bytes,
@@ -220,8 +226,8 @@ def memory_of_stages(
             row_bytes=states,
             num_rows=num_state_rows(config) if any(row_bytes) else 0,
         )
-        for index, (weights, block, states, kept) in enumerate(
-            zip(weight_bytes, block_bytes, row_bytes, speculation_bytes, strict=True)
+        for index, (there, weights, block, states, kept) in enumerate(
+            zip(device_bytes, weight_bytes, block_bytes, row_bytes, speculation_bytes, strict=True)
         )
     )
 
@@ -345,24 +351,6 @@ def with_fitting_rows(
     return at(low)
 
 
-def stage_budget_bytes(
-    config: EngineConfig, hardware: Hardware, model: ModelConfig, *, device: str, dtype_bytes: int
-) -> int:
-    """Return what a stage may spend on weights and KV: its share of a GPU less what a step takes, or all main memory.
-
-    Args:
-        config: The shares of a GPU.
-        hardware: Its memory, or the machine's.
-        model: Sizes of a step's tensors.
-        device: `cpu` or `cuda`.
-        dtype_bytes: Of weights and activations.
-    """
-    if device == "cpu":
-        return hardware.memory_bytes
-    share_bytes, *taken = _gpu_share(config, hardware, model, dtype_bytes)
-    return share_bytes - sum(taken)
-
-
 def check_main_memory(memory: Sequence[StageMemory], kv_bytes: Sequence[int], num_members: int = 1) -> None:
     """Refuse a stage that a machine without GPUs cannot hold, even if no other stage shares it.
 
@@ -480,16 +468,6 @@ def longest_request(config: EngineConfig, model: ModelConfig, mix: BlockMix, num
             hint=f"set max_model_len={held} or less, or raise kv_cache_bytes (num_kv_blocks)",
         )
     return asked
-
-
-def _gpu_share(
-    config: EngineConfig, hardware: Hardware, model: ModelConfig, dtype_bytes: int
-) -> tuple[int, int, int, int]:
-    """Return a stage's bytes of a GPU, and how many of them a step's tensors, recordings and libraries take."""
-    share = config.cache.gpu_memory_utilization * config.parallel.stage_num_gpus
-    graph_bytes = graph_spec(config, model, "cuda", dtype_bytes).planned_bytes
-    step_bytes = _step_bytes(config, model, dtype_bytes)
-    return int(hardware.gpu_memory_bytes * share), step_bytes, graph_bytes, _LIBRARY_BYTES
 
 
 def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> int:

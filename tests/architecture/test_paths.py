@@ -48,7 +48,7 @@ MAX_STATEMENTS = {
     "raypp/openai_api": 2_590,
     "raypp/ops": 5_545,  # with caches and attention by layer; experts with biases; states of rows, in torch and Triton
     "raypp/pictures": 690,
-    "raypp/plan": 1_570,  # all numbers of stages and members are planned, and their speed is estimated
+    "raypp/plan": 1_660,  # numbers of stages and members are compared; each GPU counts as what it is
     "raypp/scheduler": 1_830,  # with caches and attention by layer
     "raypp/specdec": 230,
     "raypp/stage": 2_415,

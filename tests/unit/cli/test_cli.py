@@ -291,7 +291,7 @@ def test_unknown_environment_variable(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 
 def describe(config: EngineConfig) -> dict[str, Any]:
-    cpu = check_fit(EngineConfig.from_flat("tiny"), Hardware(2), None)
+    cpu = check_fit(EngineConfig.from_flat("tiny"), Hardware(2))
     return {
         "config": config.model_dump(mode="json"),
         "plan": {

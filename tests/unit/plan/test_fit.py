@@ -33,7 +33,7 @@ def _config(model: str, **settings: Any) -> EngineConfig:
 
 def _fit(model: str, gpus: str, **settings: Any) -> Fit:
     machines = read_machines(gpus)
-    return check_fit(_config(model, **settings), described_hardware(machines), machines)
+    return check_fit(_config(model, **settings), described_hardware(machines))
 
 
 def _plan(model: str, gpus: str, **settings: Any) -> EnginePlan:
@@ -249,9 +249,9 @@ def test_a_described_head_counts_its_weights_in_8_bits() -> None:
 
 def test_this_machine() -> None:
     cpu = Hardware(4, memory_bytes=8 << 30)
-    fit = check_fit(EngineConfig.from_flat("tiny"), cpu, None)
+    fit = check_fit(EngineConfig.from_flat("tiny"), cpu)
     assert (fit.layout.device, fit.num_kv_tokens > 0, possible_cuts(fit)) == ("cpu", True, [])
-    small = check_fit(EngineConfig.from_flat("tiny", max_model_len=4096, kv_cache_bytes=1 << 22), cpu, None)
+    small = check_fit(EngineConfig.from_flat("tiny", max_model_len=4096, kv_cache_bytes=1 << 22), cpu)
     assert small.plan is None
     offered = [dict(each.settings) for each in alternatives(small)]
     assert {"kv_cache_bytes": 1 << 25} in offered
@@ -263,7 +263,7 @@ def test_mistakes_are_errors() -> None:
     with pytest.raises(ConfigError, match="more than the model was made for"):
         _fit("qwen3-8b", "2x24GB", num_stages=2, max_model_len=100_000)
     with pytest.raises(ModelLoadError, match="no-such"):
-        check_fit(EngineConfig.from_flat("/no-such/model"), Hardware(1), None)
+        check_fit(EngineConfig.from_flat("/no-such/model"), Hardware(1))
 
 
 def test_of_a_hugging_face_id_the_configuration_alone_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +276,7 @@ def test_of_a_hugging_face_id_the_configuration_alone_is_downloaded(monkeypatch:
         return str(_SHAPES / "qwen3-8b")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    fit = check_fit(EngineConfig.from_flat("Qwen/Qwen3-8B"), described_hardware(read_machines("1x80GB")), None)
+    fit = check_fit(EngineConfig.from_flat("Qwen/Qwen3-8B"), described_hardware(read_machines("1x80GB")))
     assert fit.num_kv_tokens > 0
     assert not [pattern for patterns in asked for pattern in patterns if "safetensors" in pattern or "*" in pattern]
     with pytest.raises(ModelLoadError) as caught:
@@ -306,7 +306,7 @@ def test_layers_with_windows_take_the_memory_of_their_windows(tmp_path: Path) ->
         (tmp_path / "config.json").write_text(json.dumps({**values, "layer_types": layer_types}))
         machines = read_machines("2x80GB")
         config = EngineConfig.from_flat(tmp_path, num_stages=2, load_format="dummy")
-        fit = check_fit(config, described_hardware(machines), machines)
+        fit = check_fit(config, described_hardware(machines))
         assert fit.plan is not None
         kv_bytes = sum(stage.kv_cache_bytes for stage in fit.plan.stages)
         token_bytes.append(kv_bytes / fit.num_kv_tokens)
