@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 from pydantic_core import from_json
 
 from raypp.api.tokenizer import Tokenizer
+from raypp.grammar.structural_tag import PARAMETER_MARKS, ParameterMarks
 from raypp.openai_api.tools import ALL_TYPES, has_type, parameter_types
 from raypp.types import CompletionOutput
 
@@ -147,7 +148,7 @@ class JsonArguments:
 
 
 class XmlParameters:
-    """Arguments as Qwen3-Coder writes them: `<parameter=NAME>`, a line break, the value, another one, `</parameter>`.
+    """Arguments with marks around names and values, see `PARAMETER_MARKS`; here as Qwen3-Coder writes them.
 
     A value ends where the next one begins behind its mark, or the call ends: other marks are part of it. The schema
     says which types it may have, see `parameter_types`. What is not certain to be a text is JSON, or what Python writes
@@ -155,12 +156,16 @@ class XmlParameters:
     """
 
     style: ClassVar[str | None] = "qwen_xml"
-    _BEGIN = re.compile(r"\s*<parameter=([^>]*)>")
-    _END = "</parameter>"
+    marks: ClassVar[ParameterMarks] = PARAMETER_MARKS["qwen_xml"]
 
     def __init__(self, end: str, schema: Mapping[str, Any]) -> None:
+        marks = self.marks
+        behind_name = r"\s*".join(map(re.escape, marks.value))
+        self._begin = re.compile(rf"\s*{re.escape(marks.name)}(.*?){behind_name}", re.DOTALL)
+        self._name_mark, self._value_end = marks.name, marks.end
+        self._line = "\n" if marks.has_lines else ""
         self._end = end
-        self._behind_value = ("<parameter=", end)  # what follows a value's end
+        self._behind_value = (marks.name, end)  # what follows a value's end
         properties = schema.get("properties")
         of_names = properties if isinstance(properties, Mapping) else {}
         self._types = {name: parameter_types(of_name, schema) for name, of_name in of_names.items()}
@@ -178,13 +183,13 @@ class XmlParameters:
         out, at = "", 0
         while not self.is_complete:
             if self._name is None:
-                begin, end = self._BEGIN.match(text, at), text.find(self._end, at)
+                begin, end = self._begin.match(text, at), text.find(self._end, at)
                 if begin is not None:
                     out += ("{" if not self._num_values else ", ") + json.dumps(begin[1].strip()) + ": "
                     self._name, at = begin[1].strip(), begin.end()
                     self._num_values += 1
                 elif end >= 0:
-                    nested = text.find("<parameter=", at, end)
+                    nested = text.find(self._name_mark, at, end)
                     if nested > at:  # behind something that is no parameter
                         at = nested
                         continue
@@ -205,12 +210,13 @@ class XmlParameters:
         end, is_whole = self._end_of(text)
         types = self._types.get(self._name or "", ALL_TYPES)
         if types != {"string"}:
-            return (_json_of(text[:end], types), end + len(self._END), True) if is_whole else ("", 0, False)
-        start, opening = 0 if self._is_open else int(text.startswith("\n")), "" if self._is_open else '"'
+            return (_json_of(text[:end], types), end + len(self._value_end), True) if is_whole else ("", 0, False)
+        line, opening = self._line, "" if self._is_open else '"'
+        start = len(line) if line and not self._is_open and text.startswith(line) else 0
         if is_whole:
             self._is_open = False
-            return opening + _escaped(text[start:end].removesuffix("\n")) + '"', end + len(self._END), True
-        end -= text.endswith("\n", start, end)  # it may be the value's end
+            return opening + _escaped(text[start:end].removesuffix(line)) + '"', end + len(self._value_end), True
+        end -= len(line) if line and text.endswith(line, start, end) else 0  # it may be the value's end
         if end <= start:
             return "", 0, False
         self._is_open = True
@@ -219,17 +225,32 @@ class XmlParameters:
     def _end_of(self, text: str) -> tuple[int, bool]:
         """Return how many characters are certain to be the value's, and whether it ends behind them."""
         at = 0
-        while (end := text.find(self._END, at)) >= 0:
-            at = end + len(self._END)
+        mark = self._value_end
+        while (end := text.find(mark, at)) >= 0:
+            at = end + len(mark)
             behind = text[at:].lstrip()
             if behind.startswith(self._behind_value):
                 return end, True
             if any(mark.startswith(behind) for mark in self._behind_value):
                 return end, False
-        for tail in range(min(len(self._END), len(text)), 0, -1):
-            if self._END.startswith(text[-tail:]):
+        for tail in range(min(len(mark), len(text)), 0, -1):
+            if mark.startswith(text[-tail:]):
                 return len(text) - tail, False
         return len(text), False
+
+
+class MinimaxParameters(XmlParameters):
+    """As MiniMax-M2 writes them: `<parameter name="NAME">`, the value, `</parameter>`."""
+
+    style: ClassVar[str | None] = "minimax_xml"
+    marks = PARAMETER_MARKS["minimax_xml"]
+
+
+class GlmParameters(XmlParameters):
+    """As GLM-4.5 and later write them: `<arg_key>NAME</arg_key>`, `<arg_value>`, the value, `</arg_value>`."""
+
+    style: ClassVar[str | None] = "glm_xml"
+    marks = PARAMETER_MARKS["glm_xml"]
 
 
 def _json_of(text: str, types: frozenset[str]) -> str:
@@ -259,7 +280,7 @@ class Mark:
 
     opening: str
     closing: str = ""
-    """Ends the mark, at most MAX_INSIDE_CHARS behind the opening. A brace is left to the arguments that it begins."""
+    """Ends the mark, at most MAX_INSIDE_CHARS behind the opening. A `{` or `<` is left to the arguments it begins."""
     pattern: str = ""
     """A regular expression to be found between opening and closing; its group `name` is the function. Of several marks
     with the same opening, and then the same closing, the first one whose pattern is found counts."""
@@ -461,7 +482,7 @@ class MarkFinder:
                 if match is None:
                     continue
                 name = match.groupdict().get("name")
-                end = closing if mark.closing == "{" else closing + len(mark.closing)
+                end = closing if mark.closing in "{<" else closing + len(mark.closing)
             return Found(mark, opening.start(), end, name), False
         return None, False
 
