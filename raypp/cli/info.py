@@ -264,9 +264,10 @@ def _cut_lines(cuts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield from table_lines([_cut_row(cut) for cut in cuts], "  ")
     for cut in cuts:
         if cut["is_advised"]:
-            settings = {name: cut[name] for name in ("num_stages", "tensor_parallel_size")}
-            options = " ".join(_option(name, value) for name, value in settings.items())
-            yield f"raypp would take {options}: most tokens/s of all that run at once,"
+            yield (
+                f"raypp would take --num-stages {cut['num_stages']} --tensor-parallel-size "
+                f"{cut['tensor_parallel_size']}: most tokens/s of all that run at once,"
+            )
             yield "by what each member's GPU reads of weights and KV, and two sums over the members per layer."
 
 
@@ -291,6 +292,8 @@ def _notes(fit: Mapping[str, Any]) -> Iterator[str]:
             )
         if len(fit["cuts"]) > 1:
             yield "Estimates: tokens/s, of H200 GPUs where their names are not known, with NVLink between members."
+        if not all(machine["has_nvlink"] for machine in fit["machines"] or ()):
+            yield "Without NVLink sums over members take longer than estimated: 1 member is advised."
     if fit["is_described"]:
         yield "Estimates: the GPUs' memory, 1 GB = 10^9 bytes as --gpus says; a real card has a little more."
     if (fit["num_machines_used"] or 1) > 1:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from operator import add
 
@@ -38,7 +38,8 @@ _CHUNK_TOKENS = 512
 _MOST_CHUNKS = 8
 _GPU_PROPOSAL_MS = 0.076  # of a draft by a head beyond reading its weights, 8 to 32 rows
 _SUM_US = ((1, 3.3), (16, 4.3), (64, 7.5), (128, 12.0), (256, 30.0))
-"""What a sum over members takes, by rows of 4,096 numbers in 16 bits: measured over NVLink. More rows in proportion."""
+"""What a sum over members takes, by rows of 4,096 numbers in 16 bits: measured with two over NVLink. More rows take as
+much more."""
 _SUM_COLUMNS = 4096
 _SUMS_PER_LAYER = 2
 _JOINED_BYTES_PER_MS = 2e8  # of other members' logits over NVLink, copying included: an estimate
@@ -158,6 +159,17 @@ class _Device:
     row_ms: float  # of every layer and decode row
     token_share: float = 0.1  # of a token's products, what norms and the like take
 
+    def like(self, gpu: Gpu) -> _Device:
+        """Return the guesses for another GPU than an H200, if something is known of it."""
+        speed = gpu.speed or H200
+        reading, computing = speed.bytes_per_s / H200.bytes_per_s, speed.flops / H200.flops
+        return replace(
+            self,
+            bytes_per_ms=self.bytes_per_ms * reading,
+            kv_bytes_per_ms=self.kv_bytes_per_ms * reading,
+            attention_flops_per_ms=self.attention_flops_per_ms * computing,
+        )
+
     def layer(self, size: LayerSize, pairs_flops: float, kv_bytes: float, free_tokens: float) -> StageTimes:
         weights = size.reads.always / self.bytes_per_ms
         return StageTimes(
@@ -198,9 +210,9 @@ def estimated_times(
     kv_dtype_bytes: int,
     *,
     free_tokens: float,
-    on_gpu: bool = False,
+    gpus: Sequence[Gpu] | None = None,
 ) -> list[StageTimes]:
-    """Return what the parts of a step take on every stage, about: milliseconds of an H200, or of some CPU.
+    """Return what the parts of a step take on every stage, about, in milliseconds.
 
     Args:
         model: Its sizes.
@@ -208,23 +220,20 @@ def estimated_times(
         dtype_bytes: Of a weight.
         kv_dtype_bytes: Of an element of the KV cache.
         free_tokens: Tokens that take as long to compute as the weights to read.
-        on_gpu: Where it runs.
+        gpus: Of each stage; None: some CPU.
     """
-    device = _GPU if on_gpu else _CPU
     # What a window leaves out is counted, too: measured steps correct it.
-    layers = [
-        device.layer(size, _pair_flops(each), kv_bytes, free_tokens)
-        for size, each, kv_bytes in zip(
-            layer_sizes(model, dtype_bytes), model.attention, kv_bytes_per_token(model, kv_dtype_bytes), strict=True
-        )
-    ]
-    head_ms = lm_head_bytes(model, dtype_bytes) / device.bytes_per_ms
+    flops = map(_pair_flops, model.attention)
+    layers = list(zip(layer_sizes(model, dtype_bytes), flops, kv_bytes_per_token(model, kv_dtype_bytes), strict=True))
+    devices = [_CPU] * len(num_layers) if gpus is None else [_GPU.like(gpu) for gpu in gpus]
     ends = [0, *accumulate(num_layers)]
     found = []
-    for start, end in pairwise(ends):
-        times = StageTimes(*map(sum, zip(*layers[start:end], strict=True)))
+    for device, (start, end) in zip(devices, pairwise(ends), strict=True):
+        of_layers = [device.layer(*layer, free_tokens) for layer in layers[start:end]]
+        times = StageTimes(*map(sum, zip(*of_layers, strict=True)))
         times = times._replace(step=times.step + device.step_ms)
         if end == ends[-1]:  # the head is read for every step, and not multiplied by a prompt's tokens
+            head_ms = lm_head_bytes(model, dtype_bytes) / device.bytes_per_ms
             times = times._replace(step=times.step + head_ms, logit=times.logit + head_ms / free_tokens)
         found.append(times)
     return found

@@ -306,15 +306,17 @@ def possible_cuts(fit: Fit) -> list[Fit]:
     """
     if not fit.machines or fit.layout.device != "cuda":
         return []
-    parallel, found = fit.config.parallel, list[Fit]()
+    parallel, found = fit.config.parallel, list[Fit | None]()
     largest = max(machine.num_gpus for machine in fit.machines)
     for num_members in sorted({*_powers_of_2(largest), parallel.tensor_parallel_size}):
-        with_members = _changed(fit, _cut_settings(fit, 1, num_members))
+        is_own = num_members == parallel.tensor_parallel_size
+        with_members = fit if is_own else _changed(fit, _cut_settings(fit, parallel.num_stages, num_members))
         most = 0 if with_members is None else _most_stages(with_members)
-        own = {parallel.num_stages} if num_members == parallel.tensor_parallel_size else set[int]()
-        counts = sorted(count for count in {*_powers_of_2(most), most, *own} if 0 < count <= most)
-        found += [fit if own == {count} else _with_stages(fit, count, num_members) for count in counts]
-    return found
+        own = parallel.num_stages if is_own else 0
+        for count in sorted({*_powers_of_2(most), most, own}):
+            if 0 < count <= most:
+                found.append(fit if count == own else _changed(fit, _cut_settings(fit, count, num_members)))
+    return [cut for cut in found if cut is not None]
 
 
 def advised_cut(cuts: Sequence[Fit]) -> Fit | None:
@@ -409,12 +411,6 @@ def _stage_settings(fit: Fit, num_stages: int) -> dict[str, object]:
     return _cut_settings(fit, num_stages, fit.config.parallel.tensor_parallel_size)
 
 
-def _with_stages(fit: Fit, num_stages: int, num_members: int) -> Fit:
-    changed = _changed(fit, _cut_settings(fit, num_stages, num_members))
-    assert changed is not None, "a number of stages is refused that layers and GPUs allow"
-    return changed
-
-
 def _most_stages(fit: Fit) -> int:
     """Return the most stages that GPUs and layers allow; 0 if that is not known."""
     if not fit.machines or fit.layout.device != "cuda":
@@ -433,8 +429,8 @@ def _other_stages(fit: Fit) -> Iterator[Alternative]:
         return
     num_stages, most = fit.config.parallel.num_stages, _most_stages(fit)
     for count in range(num_stages + 1, most + 1) if num_stages <= most else range(most, 0, -1):
-        other = _with_stages(fit, count, fit.config.parallel.tensor_parallel_size)
-        if other.plan is not None:
+        other = _changed(fit, _stage_settings(fit, count))
+        if other is not None and other.plan is not None:
             yield Alternative(settings=_stage_settings(fit, count), num_missing_gpus=0, fit=other)
             return
     num_gpus = sum(machine.num_gpus for machine in fit.machines)

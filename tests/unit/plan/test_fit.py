@@ -22,7 +22,7 @@ from raypp.plan.fit import (
     layers_by_memory,
     possible_cuts,
 )
-from raypp.plan.hardware import Hardware, described_hardware, read_machines
+from raypp.plan.hardware import Gpu, Hardware, Machine, described_hardware, read_machines
 
 _SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
 
@@ -198,6 +198,21 @@ def test_which_stages_and_members_are_advised() -> None:
     assert _advised("qwen3-8b", "2x80GB", prompt_tokens_per_output=20.0) == (2, 1), "prompts make sums long"
     assert _advised("qwen3-vl-8b", "4x24GB") == (3, 1), "a GPU is an encoder's; no members with images"
     assert advised_cut(possible_cuts(_fit("qwen3-32b", "2x24GB"))) is None
+
+
+def test_members_are_advised_where_nvlink_joins_them() -> None:
+    gpus = (Gpu(80 * 10**9, "NVIDIA H100"),) * 2
+    for has_nvlink, expected in ((True, (1, 2)), (False, (2, 1))):
+        hardware = described_hardware((Machine(gpus, has_nvlink=has_nvlink),))
+        advised = advised_cut(possible_cuts(check_fit(_config("qwen3-8b", max_num_seqs=64), hardware)))
+        assert advised is not None
+        assert (len(advised.layout.layers), advised.layout.model.num_members) == expected
+
+
+def test_cuts_that_settings_exclude_are_left_out() -> None:
+    """A step of one stage would have all 256 rows."""
+    cuts = _cuts("qwen3-8b", "2x80GB", num_stages=2, max_num_batched_tokens=128)
+    assert list(cuts) == [(2, 1)]
 
 
 def test_tokens_per_second_are_those_of_the_slowest_stage() -> None:

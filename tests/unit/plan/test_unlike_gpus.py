@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raypp.config.engine_config import EngineConfig
-from raypp.plan.fit import Fit, check_fit, possible_cuts
+from raypp.plan.fit import Fit, alternatives, check_fit, possible_cuts
 from raypp.plan.hardware import Gpu, Machine, described_hardware, read_machines
 from raypp.plan.layer_partition import costs_of, stage_costs
 
@@ -137,3 +137,16 @@ def test_cuts_of_unlike_gpus() -> None:
     cuts = possible_cuts(_fit("qwen3-14b", "16GB+32GB"))
     fitting = [(len(cut.layout.layers), cut.layout.model.num_members) for cut in cuts if cut.plan is not None]
     assert fitting == [(2, 1)]
+
+
+def test_what_does_not_fit_the_smallest_fits_all() -> None:
+    [first, *_] = alternatives(_fit("qwen3-14b", "16GB+32GB"))
+    assert (dict(first.settings), first.num_missing_gpus) == ({"num_stages": 2}, 0)
+
+
+def test_steps_are_predicted_for_the_gpu_of_each_stage() -> None:
+    plan = _fit("qwen3-8b", (Machine((_L4, _H100)),), num_stages=2, layer_partition=[18, 18]).plan
+    assert plan is not None
+    slow, fast = plan.step_predictor().stages
+    assert slow.weights / fast.weights == pytest.approx(3.35 / 0.3)
+    assert slow.pair / fast.pair == pytest.approx(989 / 121)
