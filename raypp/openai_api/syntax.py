@@ -253,6 +253,92 @@ class GlmParameters(XmlParameters):
     marks = PARAMETER_MARKS["glm_xml"]
 
 
+class GemmaArguments:
+    """Arguments as Gemma 4 writes them: `{key:<|"|>text<|"|>,n:1,list:[true,{a:null}]}`; texts have no escapes.
+
+    Quoted names and JSON's texts are taken too. A bare word that is no JSON is a text.
+    """
+
+    style: ClassVar[str | None] = None
+    _QUOTE = '<|"|>'
+    _NAME = re.compile(
+        r'\s*(?:<\|"\|>(.*?)<\|"\|>|("(?:[^"\\]|\\.)*")|([^\s:{}\[\],<"][^:{}\[\],<"]*?))\s*:',
+        re.DOTALL,
+    )
+    _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+    _WORD = re.compile(r"[^\s,{}\[\]<]+(?=[\s,{}\[\]<])|<")
+
+    def __init__(self, end: str, schema: Mapping[str, Any]) -> None:
+        self._end = end
+        self._open = list[str]()  # the brackets that are not closed
+        self._is_name_next = False
+        self._is_in_text = False
+        self.is_complete = False
+
+    def may_begin(self, text: str) -> bool | None:
+        """Return whether a brace comes first."""
+        text = text.lstrip()
+        return text.startswith("{") if text else None
+
+    def feed(self, text: str) -> tuple[str, int]:
+        """Return the JSON of what has been read."""
+        out, at = list[str](), 0
+        while at < len(text) and not self.is_complete:
+            written, end = self._in_text(text, at) if self._is_in_text else self._outside(text, at)
+            out.append(written)
+            if end == at and not self.is_complete:
+                break  # more of it has to come
+            at = end
+        return "".join(out), at
+
+    def _in_text(self, text: str, at: int) -> tuple[str, int]:
+        end = text.find(self._QUOTE, at)
+        if end >= 0:
+            self._is_in_text = False
+            return _escaped(text[at:end]) + '"', end + len(self._QUOTE)
+        tails = range(min(len(self._QUOTE) - 1, len(text) - at), 0, -1)
+        kept = next((tail for tail in tails if self._QUOTE.startswith(text[-tail:])), 0)
+        return _escaped(text[at : len(text) - kept]), len(text) - kept
+
+    def _outside(self, text: str, at: int) -> tuple[str, int]:
+        """Return the JSON of the next piece that is no part of a text, and where it ends; `at`: it is not there yet."""
+        char, rest = text[at], text[at : at + max(len(self._QUOTE), len(self._end))]
+        if char.isspace():
+            return "", at + 1
+        if rest == self._end or (char == "<" and self._end.startswith(rest)):
+            self.is_complete = rest == self._end
+            return "", at
+        if char in "}]":
+            self.is_complete = len(self._open) <= 1
+            self._is_name_next = False
+            if self._open:
+                self._open.pop()
+            return char, at + 1
+        if self._is_name_next and char != ",":
+            found = self._NAME.match(text, at)
+            if found is None:
+                return "", at
+            self._is_name_next = False
+            quoted, as_json, bare = found.groups()
+            return f"{as_json or json.dumps(quoted if bare is None else bare, ensure_ascii=False)}: ", found.end()
+        if char in "{[":
+            self._open.append(char)
+            self._is_name_next = char == "{"
+            return char, at + 1
+        if char == ",":
+            self._is_name_next = self._open[-1:] == ["{"]
+            return ", ", at + 1
+        if rest.startswith(self._QUOTE):
+            self._is_in_text = True
+            return '"', at + len(self._QUOTE)
+        if self._QUOTE.startswith(rest):
+            return "", at
+        found = (self._TEXT if char == '"' else self._WORD).match(text, at)
+        if found is None:
+            return "", at
+        return _json_of(found[0], ALL_TYPES), found.end()
+
+
 def _json_of(text: str, types: frozenset[str]) -> str:
     """Return the JSON of a value that has one of these types, as far as its text can be read as one of them."""
     for read in (from_json, literal_eval):

@@ -7,6 +7,7 @@ deepseek_v3       tokens around each call and around all; the arguments in a blo
 gpt_oss           <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>
 qwen3_coder       <tool_call> <function=f> <parameter=x> 1 </parameter> </function> </tool_call>
 glm45             <tool_call>f <arg_key>x</arg_key> <arg_value>1</arg_value> </tool_call>
+gemma4            <|tool_call>call:f{x:<|"|>1<|"|>,n:1}<tool_call|>
 minimax_m2        <minimax:tool_call> <invoke name="f"> <parameter name="x">1</parameter> </invoke> </minimax:tool_call>
 """
 
@@ -20,6 +21,7 @@ from raypp.api.tokenizer import Tokenizer
 from raypp.errors import ConfigError, page
 from raypp.openai_api.syntax import (
     CallSyntax,
+    GemmaArguments,
     GlmParameters,
     Mark,
     MessageSyntax,
@@ -157,6 +159,22 @@ MINIMAX_CALLS = CallSyntax(
     in_template=("<minimax:tool_call>",),
     in_vocabulary=("<minimax:tool_call>",),
 )
+GEMMA4_CALLS = CallSyntax(
+    begins=(Mark("<|tool_call>", "{", r"^\s*call:\s*(?P<name>[^\s{}]+)\s*$"),),
+    end="<tool_call|>",
+    arguments=GemmaArguments,
+    call="<|tool_call>call:$name$arguments<tool_call|>",
+    separator="",
+    in_template=("<|tool_call>", "<tool_call|>"),
+    in_vocabulary=("<|tool_call>", "<tool_call|>"),
+)
+GEMMA4_THOUGHTS = ThoughtSyntax(
+    begins=marks("<|channel>thought"),
+    ends=("<channel|>",),
+    thought="<|channel>thought\n$thought<channel|>",
+    in_template=("<|channel>thought", "<channel|>"),
+    in_vocabulary=("<|channel>", "<channel|>"),
+)
 THINK_TAGS = ThoughtSyntax(
     begins=marks("<think>"),
     ends=("</think>",),
@@ -179,6 +197,7 @@ CALL_SYNTAXES: dict[str, CallSyntax] = {
     "qwen3_coder": QWEN3_CODER_CALLS,
     "glm45": GLM_CALLS,
     "minimax_m2": MINIMAX_CALLS,
+    "gemma4": GEMMA4_CALLS,
     "mistral": MISTRAL_CALLS,
     "mistral_json": MISTRAL_JSON_CALLS,
     "hermes": HERMES_CALLS,
@@ -189,6 +208,7 @@ CALL_SYNTAXES: dict[str, CallSyntax] = {
 THOUGHT_SYNTAXES: dict[str, ThoughtSyntax] = {
     "gpt_oss": GPT_OSS_THOUGHTS,
     "mistral": MISTRAL_THOUGHTS,
+    "gemma4": GEMMA4_THOUGHTS,
     "deepseek_r1": THINK_TAGS,
     "qwen3": THINK_TAGS,
 }

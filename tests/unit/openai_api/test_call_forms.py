@@ -26,7 +26,7 @@ SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}, "required":
 NO_FORM = CallSyntax(begins=marks("<call>"), end="</call>")
 ONE, TWO = ("ping", '{"x": "a <b> [c]"}'), ("get.it-2", '{"x": "\u00fc"}')
 THOUGHTS = {"gpt_oss": "gpt_oss", "mistral": "mistral", "hermes": "deepseek_r1", "deepseek_v31": "deepseek_r1"}
-HELD = [name for name, syntax in CALL_SYNTAXES.items() if syntax.call]
+HELD = [name for name, syntax in CALL_SYNTAXES.items() if syntax.call and syntax.arguments.style]
 
 
 def tools(strict: bool) -> list[Any]:

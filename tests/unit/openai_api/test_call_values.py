@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.openai_api.message_parser import MessageParser
-from raypp.openai_api.syntax import XmlParameters
+from raypp.openai_api.syntax import JsonArguments, XmlParameters
 from raypp.openai_api.syntaxes import CALL_SYNTAXES
 
 BARE_SYNTAXES = [name for name, syntax in CALL_SYNTAXES.items() if issubclass(syntax.arguments, XmlParameters)]
-JSON_SYNTAXES = [name for name in CALL_SYNTAXES if name not in BARE_SYNTAXES]
+JSON_SYNTAXES = [name for name, syntax in CALL_SYNTAXES.items() if syntax.arguments is JsonArguments]
 MARKS = sorted(
     {text for syntax in CALL_SYNTAXES.values() for mark in syntax.begins for text in (mark.opening, mark.closing)}
     | {syntax.end for syntax in CALL_SYNTAXES.values()}
@@ -43,6 +43,56 @@ def in_order(name: str, arguments: str, *, name_first: bool) -> list[str]:
         else []
     )
     return [*whole, syntax.written([("f", arguments)])]
+
+
+def as_gemma_writes(value: Any) -> str:
+    """Return a value as Gemma 4's chat template writes one."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{as_gemma_writes(of_key)}" for key, of_key in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(as_gemma_writes, value)) + "]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+
+of_gemma = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text().filter(lambda text: '<|"' not in text and not text.endswith(("<", "<|"))),
+    lambda values: (
+        st.lists(values, max_size=3)
+        | st.dictionaries(st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]*", fullmatch=True), values, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150)
+@given(st.dictionaries(st.from_regex(r"[a-z_]+", fullmatch=True), of_gemma, max_size=4), st.data())
+def test_values_as_gemma_writes_them(values: dict[str, Any], data: st.DataObject) -> None:
+    text = f"<|tool_call>call:f{as_gemma_writes(values)}<tool_call|>"
+    cut = data.draw(st.integers(0, len(text)))
+    content, names, arguments, is_whole = read("gemma4", text, cut)
+    assert (content, names, json.loads(arguments), is_whole) == ("", "f", values, True)
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{x: <|"|>a<|"|> , y:[ 1 , 2 ]}', {"x": "a", "y": [1, 2]}),
+        ('{"x":"a\\n<tool_call|>",<|"|>y z<|"|>:None}', {"x": "a\n<tool_call|>", "y z": None}),
+        ("{x:two words,y:Oslo}", None),  # no value has spaces without quotes
+        ("{x:Oslo,y:-1e3,z:True}", {"x": "Oslo", "y": -1000.0, "z": True}),
+        ("{}", {}),
+    ],
+)
+def test_other_ways_in_which_gemma_writes(written: str, arguments: dict[str, Any] | None) -> None:
+    text = f"<|tool_call>call:f{written}<tool_call|>"
+    for cut in range(len(text)):
+        content, names, found, is_whole = read("gemma4", text, cut)
+        assert (content, names, is_whole) == ("", "f", arguments is not None)
+        assert arguments is None or json.loads(found) == arguments
 
 
 @pytest.mark.parametrize("name_first", [True, False])

@@ -62,6 +62,9 @@ GLM = """<tool_call>write
 <arg_key>flags</arg_key>
 <arg_value>{"a": [true, null]}</arg_value>
 </tool_call>"""
+GEMMA = """<|tool_call>call:write{path:<|"|>a b.py<|"|>,text:<|"|>def f():
+    return "<x>"  # \u00fc
+<|"|>,count:3,flags:{a:[true,null]}}<tool_call|>"""
 MINIMAX = """<minimax:tool_call>
 <invoke name="write">
 <parameter name="path">a b.py</parameter>
@@ -219,6 +222,14 @@ CASES: dict[str, list[tuple[str, str, Message]]] = {
         ("", "<tool_call>f\n<arg_key>path</arg_key>\n<arg_value>/tmp/<", ("", "", [("f", '{"path": "/tmp/')])),
         ("", "a <tool_call", ("", "a <tool_call", [])),
     ],
+    "gemma4": [
+        ("", GEMMA, ("", "", [("write", XML_ARGUMENTS)])),
+        ("gemma4", f"<|channel>thought\nso<channel|>I write.{GEMMA}", ("so", "I write.", [("write", XML_ARGUMENTS)])),
+        ("", f"{GEMMA}<|tool_call>call:f{{}}<tool_call|>", ("", "", [("write", XML_ARGUMENTS), ("f", "{}")])),
+        ("", '<|tool_call>call:f{path:<|"|>/tmp/<|', ("", "", [("f", '{"path": "/tmp/')])),
+        ("", "<|tool_call>call:f{a:[1,<tool_call|>.", ("", ".", [("f", '{"a": [1, ')])),
+        ("", "a <|tool_call>b", ("", "a <|tool_call>b", [])),
+    ],
     "minimax_m2": [
         ("", MINIMAX, ("", "", [("write", XML_ARGUMENTS)])),
         ("qwen3", f"<think>so</think>\n\nI write.\n{MINIMAX}", ("so", "I write.", [("write", XML_ARGUMENTS)])),
@@ -299,6 +310,10 @@ TEMPLATES = {
     "{{ '<tool_call>' + tc.name }}<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>{{ '</think>' }}": (
         "glm45",
         "deepseek_r1",
+    ),
+    "{{ '<|tool_call>call:' + name + '{' }}{{ '}<tool_call|>' }}{{ '<|channel>thought\n<channel|>' }}": (
+        "gemma4",
+        "gemma4",
     ),
     "{{ '<minimax:tool_call>' }}{{ '<invoke name=\"' ~ name ~ '\">' }}{{ content.split('</think>') }}": (
         "minimax_m2",

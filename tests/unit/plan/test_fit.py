@@ -196,7 +196,7 @@ def test_which_stages_and_members_are_advised() -> None:
     assert _advised("qwen3-235b-a22b-fp8", "8x80GB+8x80GB") == (2, 8), "members of one machine, stages of several"
     assert _advised("qwen3-8b", "1x24GB+1x24GB") == (2, 1), "members are on one machine"
     assert _advised("qwen3-8b", "2x80GB", prompt_tokens_per_output=20.0) == (2, 1), "prompts make sums long"
-    assert _advised("qwen3-vl-8b", "4x24GB") == (3, 1), "a GPU is an encoder's; no members with images"
+    assert _advised("qwen3-vl-8b", "3x24GB") == (1, 2), "a GPU is an encoder's"
     assert advised_cut(possible_cuts(_fit("qwen3-32b", "2x24GB"))) is None
 
 
