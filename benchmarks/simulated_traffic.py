@@ -35,6 +35,7 @@ from raypp.messages import BlockGroup, StepPlan, StepResult
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.plan.cost_model import estimated_times
+from raypp.plan.hardware import Gpu
 from raypp.plan.speculation_plan import draft_cost
 from raypp.request import Request
 from raypp.scheduler.limits import SchedulerLimits
@@ -227,8 +228,9 @@ def main() -> None:
     device = "cpu" if args.on_cpu else "cuda"
     dtype_bytes = _DTYPE_BYTES[device]
     roofline = draft_cost(model, dtype_bytes, device)
+    gpus = None if args.on_cpu else [Gpu(0)] * len(args.layers)
     estimates = estimated_times(
-        model, args.layers, dtype_bytes, dtype_bytes, free_tokens=roofline.free_tokens, on_gpu=not args.on_cpu
+        model, args.layers, dtype_bytes, dtype_bytes, free_tokens=roofline.free_tokens, gpus=gpus
     )
     times = estimates
     if args.steps is not None:

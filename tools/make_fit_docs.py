@@ -45,7 +45,9 @@ Without a network, name a directory that holds config.json. Some are in `benchma
 raypp info benchmarks/models/qwen3-14b --num-stages 4 --gpus 2x24GB+2x24GB
 ```
 
-`2x24GB` are two GPUs of 24 GB in one machine, `2x24GB+2x24GB` two such machines. It takes the same options and files
+`2x24GB` are two GPUs of 24 GB in one machine, `2x24GB+2x24GB` two such machines. A GPU without a number belongs to the
+machine before it: `16GB+32GB` is one machine with two GPUs, `2x24GB+48GB` one with three. Where GPUs differ and stages
+take all of them, [each counts as what it is](choosing_stages.md#gpus-that-differ). It takes the same options and files
 as `raypp serve`. The exit code is 0 if the model fits and 1 if it does not; `--json` prints all of it.
 
 ## Models and machines
@@ -68,15 +70,22 @@ Each stage holds its layers' weights and the KV cache of these layers. `may use`
 `gpu_memory_utilization`. What weights, a step's tensors, graphs and libraries leave of it is KV cache, as many
 blocks on every stage as the fullest one has room for; the others have some memory left.
 
+The last table has the numbers of stages and of members (`--tensor-parallel-size`) that the GPUs have room for, members
+of a stage on one machine. Its tokens per second are by the cost model: what each member's GPU reads of weights and of
+KV, half of 8,192 tokens per request, a fixed time per layer, and where there are members two sums per layer, measured
+over NVLink. They compare cuts; they do not promise a speed. What raypp would take is the one with most tokens
+per second of all requests that run at once, and of those that are within 3 % the one with the fewest GPUs. On a
+machine with several GPUs `raypp serve` without `--num-stages` takes it.
+
 ## If it does not fit
 
 `raypp info` then lists changes with which it fits, each checked by a plan of its own. In general:
 
-- More stages: each GPU holds fewer layers, so that weights shrink and the KV cache grows.
+- More stages or members: each GPU holds less, so that weights shrink and the KV cache grows.
 - A smaller `max_model_len`, if the KV cache is too small for one request of the longest length.
 - A smaller `max_num_seqs` or `max_num_batched_tokens`: a step's tensors, above all its logits, and graphs shrink.
-- Other layers per stage (`layer_partition`): by default the slowest stage is as fast as can be, which leaves memory of
-  some stages over. `raypp info` names the layers that hold most, also for a model that fits.
+- Other layers per stage (`layer_partition`): on GPUs that are alike the slowest stage is as fast as can be by default,
+  which leaves memory of some stages over. `raypp info` names the layers that hold most, also for a model that fits.
 - `quantization = "fp8"`: the layers take half of the memory ([weights in 8 and 4 bits](quantization.md)).
 - A larger `gpu_memory_utilization`, 0.95 at most: the rest is for what is not planned.
 
@@ -113,7 +122,7 @@ def _row(name: str, model: str, fit: Fit) -> list[str]:
 def _fit(gpus: str, model: str) -> Fit:
     machines = read_machines(gpus)
     num_stages = sum(machine.num_gpus for machine in machines)
-    return check_fit(_config(model, num_stages), described_hardware(machines), machines)
+    return check_fit(_config(model, num_stages), described_hardware(machines))
 
 
 def _example() -> str:

@@ -189,12 +189,14 @@ def may_be_elsewhere(config: EngineConfig, here: Hardware) -> bool:
 
 
 def hardware_of_stages(here: Hardware, deadline: Deadline) -> Hardware:
-    """Return the GPUs of the cluster's nodes, all of them and the memory of the smallest; `here` if there are none.
+    """Return the GPUs of the cluster's nodes, this one's first; `here` if there are none.
 
     Raises:
         DeadlineError, EngineDeadError: a node does not say.
     """
+    own_id = ray.get_runtime_context().get_node_id()
     with_gpus = [node.node_id for node in alive_nodes() if node.resources.get("GPU")]
+    with_gpus.sort(key=lambda node_id: node_id != own_id)  # stable
     # The tasks reserve nothing, so that GPUs that are busy are read, too.
     asked = [
         ray.remote(Hardware.of_this_machine)
@@ -204,12 +206,16 @@ def hardware_of_stages(here: Hardware, deadline: Deadline) -> Hardware:
     ]
     with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
         nodes: list[Hardware] = ray.get(asked, timeout=deadline.remaining_s)
-    usable = smallest_of([node for node in nodes if node.num_gpus])
+    usable = smallest_of([_on_node(node, id_) for node, id_ in zip(nodes, with_gpus, strict=True) if node.num_gpus])
     return usable or replace(here, num_unusable_gpus=max(node.num_unusable_gpus for node in [here, *nodes]))
 
 
+def _on_node(hardware: Hardware, node_id: str) -> Hardware:
+    return replace(hardware, machines=tuple(replace(machine, node_id=node_id) for machine in hardware.machines))
+
+
 def smallest_of(nodes: list[Hardware]) -> Hardware | None:
-    """Return what can be counted on wherever a stage comes to lie: all GPUs, but the smallest memory and capability."""
+    """Return what can be counted on wherever a stage comes to lie, and which GPUs each node has."""
     if not nodes:
         return None
     weakest = min(nodes, key=lambda node: node.gpu_memory_bytes)
@@ -221,6 +227,7 @@ def smallest_of(nodes: list[Hardware]) -> Hardware | None:
         gpu_memory_bytes=weakest.gpu_memory_bytes,
         gpu_capability=min(node.gpu_capability for node in nodes),
         num_machines=len(nodes),
+        machines=tuple(machine for node in nodes for machine in node.machines),
     )
 
 
@@ -243,7 +250,7 @@ def tune_engine(
     from raypp.plan.measure import default_context_len, measure_costs, tune_partition  # with torch
 
     deadline = Deadline(config.faults.start_timeout_s)
-    plan, hardware, cluster = connect_and_plan(config, deadline)
+    plan, _, cluster = connect_and_plan(config, deadline)
     try:
         num_rows = num_rows or max_step_rows(plan.config)
         context_len = context_len or default_context_len(plan, num_rows)
@@ -270,4 +277,4 @@ def tune_engine(
             measured = ray.get(measuring, timeout=deadline.remaining_s)
     finally:
         cluster.disconnect()
-    return tune_partition(plan, hardware, measured)
+    return tune_partition(plan, measured)

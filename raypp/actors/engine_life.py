@@ -126,8 +126,7 @@ class EngineLife:
         self._pool.place(self._placement, bundles)
 
     def _start_actors(self, deadline: Deadline) -> None:
-        assert self._placement is not None
-        self._pool.make(self._plan)
+        self._placement = self._pool.make(self._plan)
         self._driver = (
             ray.remote(DriverActor)
             .options(

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -43,9 +43,13 @@ _ROUNDING = 1e-6  # Ray counts resources in ten-thousandths
 
 logger = logging.getLogger(__name__)
 
-_ON_GPU = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "RAY_worker_niceness": "0"}
+_ON_GPU = {
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "RAY_worker_niceness": "0",
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+}
 """For actors on GPUs: they map the memory of their neighbours' GPUs, and run at the priority of other processes (15 is
-what a cluster gives them; a Ray of raypp's own gives all actors 0)."""
+what a cluster gives them; a Ray of raypp's own gives all actors 0). They number GPUs as plans and `nvidia-smi` do."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,22 @@ class Placement:
     def node_ids(self) -> set[str]:
         """The nodes of stages and encoders."""
         return {place.node_id for place in (*self.stages, *self.encoders)}
+
+    def arranged(self, node_ids: Sequence[str]) -> Placement:
+        """Return the same bundles with those of the stages on given nodes; an empty id is the driver's.
+
+        Raises:
+            ResourceError: the bundles lie on other nodes.
+        """
+        wanted, free = [node_id or self.driver_node_id for node_id in node_ids], list(self.stages)
+        if Counter(wanted) != Counter(place.node_id for place in free):
+            raise ResourceError(
+                "stages were placed on other machines than on those with the GPUs that they are planned for",
+                got=f"nodes {', '.join(place.node_id for place in free)}",
+                expected=f"nodes {', '.join(wanted)}, whose GPUs differ",
+                hint="start again, or take machines whose GPUs are alike",
+            )
+        return replace(self, stages=tuple(_take(free, node_id) for node_id in wanted))
 
     def options_of(
         self, place: BundlePlace, resources: Mapping[str, float], *, max_concurrency: int, max_restarts: int = 0
@@ -288,6 +308,11 @@ def _reserve_anywhere(
             expected=wanted,
             hint="wait for other work to end, or ask for less",
         )
+
+
+def _take(places: list[BundlePlace], node_id: str) -> BundlePlace:
+    """Remove and return the first place on a node."""
+    return places.pop(next(index for index, place in enumerate(places) if place.node_id == node_id))
 
 
 def _sum(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:

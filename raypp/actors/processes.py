@@ -173,7 +173,10 @@ def end_with(
 
 
 def local_device(device: str) -> str:
-    """Return the torch device of the GPU that Ray gave to this process, which sees all of them."""
+    """Return the torch device of this process, which sees all GPUs: the one that Ray gave it unless a plan names one.
+
+    A plan does where GPUs differ, and the engine has all of them: so what Ray counts as taken is the same.
+    """
     if device != "cuda":
         return device
     assigned = str(ray.get_gpu_ids()[0])

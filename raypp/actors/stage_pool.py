@@ -84,10 +84,17 @@ class StagePool:
         """Take over the place that was reserved for an engine."""
         self._placement, self._bundles = placement, list(bundles)
 
-    def make(self, plan: EnginePlan) -> None:
-        """Make the actors that lack; their processes start. Does not wait for them."""
-        placement, standing_by = self._placement, {pooled.spec.process_index: pooled for pooled in self._pooled}
-        assert placement is not None
+    def make(self, plan: EnginePlan) -> Placement:
+        """Make the actors that lack, and return where they run; their processes start. Does not wait for them.
+
+        Raises:
+            ResourceError: it was planned for other GPUs than there are at the place.
+        """
+        standing_by = {pooled.spec.process_index: pooled for pooled in self._pooled}
+        assert self._placement is not None
+        if any(gpus.indices for gpus in plan.gpus):
+            self._placement = self._placement.arranged([gpus.node_id for gpus in plan.gpus])
+        placement = self._placement
         wanted = [(spec, placement.stages[spec.stage_index]) for spec in plan.stage_specs()]
         kept = {
             spec.process_index: standing_by.pop(spec.process_index)
@@ -105,6 +112,7 @@ class StagePool:
             or _Pooled(_make_actor(plan, placement, place, spec, self._factory, shares.get(place)), spec, place)
             for spec, place in wanted
         ]
+        return placement
 
     def note_processes(self, processes: Sequence[ActorProcess]) -> None:
         """Take in which processes the stages have, by index."""

@@ -21,7 +21,7 @@ from raypp.api.frontend import Frontend
 from raypp.errors import ConfigError, install
 from raypp.messages import StepForm
 from raypp.models.sizes import WeightReads
-from raypp.plan.hardware import Hardware
+from raypp.plan.hardware import Gpu, Hardware
 from raypp.scheduler.step_budget import StepWork
 
 if TYPE_CHECKING:
@@ -244,28 +244,14 @@ def _new_axes(num_stages: int) -> Axes:
     return axes
 
 
-_GPU_BYTES_PER_S = (  # data sheets; the first name that a GPU's own contains
-    ("B200", 8.0e12),
-    ("GH200", 4.9e12),
-    ("H200", 4.8e12),
-    ("H100 PCIe", 2.0e12),
-    ("H100", 3.35e12),
-    ("A100", 2.0e12),
-    ("L40S", 0.864e12),
-    ("A10G", 0.6e12),
-    ("L4", 0.3e12),
-    ("T4", 0.32e12),
-)
 _MAX_BUFFER_BYTES = 256 << 20
 _NUM_TRIALS = 5
 
 
 def gpu_memory_speed(name: str) -> MemorySpeed | None:
     """Return the data sheet's figure for a GPU, None for one that is not listed."""
-    for part, bytes_per_s in _GPU_BYTES_PER_S:
-        if part in name:
-            return MemorySpeed(bytes_per_s, f"the data sheet of {part}")
-    return None
+    speed = Gpu(0, name).speed
+    return None if speed is None else MemorySpeed(speed.bytes_per_s, f"the data sheet of {speed.name}")
 
 
 def measure_cpu_memory_speed(num_bytes: int) -> MemorySpeed:

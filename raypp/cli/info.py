@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -47,7 +46,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--gpus",
         metavar="NxMEMORY",
-        help="plan for GPUs that are not here: 4x80GB; 2x24GB+2x24GB are two machines",
+        help="plan for GPUs that are not here: 4x80GB; 2x24GB+2x24GB are two machines, 16GB+32GB one",
     )
     parser.add_argument(
         "--start",
@@ -159,10 +158,9 @@ def fit_lines(fit: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         yield "what would hold more: layers by memory (by default they are cut so that the slowest stage is fastest)"
         yield f"  {_alternative(fit['layers_by_memory'])}"
-    if fit["other_numbers_of_stages"]:
+    if fit["cuts"] != [cut for cut in fit["cuts"] if cut["is_planned"]]:
         yield ""
-        yield "with other numbers of stages"
-        yield from table_lines([_stages_row(row) for row in fit["other_numbers_of_stages"]], "  ")
+        yield from _cut_lines(fit["cuts"])
     yield from _notes(fit)
 
 
@@ -193,6 +191,8 @@ def _typical(requests: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 def _stage_lines(fit: Mapping[str, Any]) -> Iterator[str]:
     yield f"memory per {'stage' if fit['num_members'] == 1 else 'member of a stage'}, GiB"
     yield from table_lines([_stage_row(fit, stage) for stage in fit["stages"]], "  ")
+    if fit["counts_each_gpu"] and fit["fits"]:
+        yield f"Stage {fit['fullest_stage']} is the fullest: it sets how many KV blocks all stages have."
     if fit["num_cpu_kv_tokens"]:
         most = _gib(max(stage["cpu_kv_bytes"] for stage in fit["stages"]))
         whole = "" if fit["device"] == "cpu" else ", page-locked"
@@ -259,10 +259,23 @@ def _room(summary: Mapping[str, Any]) -> str:
     )
 
 
-def _stages_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    if not row["fits"]:
-        return {"stages": row["num_stages"], "room": "does not fit"}
-    return {"stages": row["num_stages"], "room": _room(row)}
+def _cut_lines(cuts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield "stages and members that these GPUs have room for; tokens/s of 1 request, and of all that run at once"
+    yield from table_lines([_cut_row(cut) for cut in cuts], "  ")
+    for cut in cuts:
+        if cut["is_advised"]:
+            yield (
+                f"raypp would take --num-stages {cut['num_stages']} --tensor-parallel-size "
+                f"{cut['tensor_parallel_size']}: most tokens/s of all that run at once,"
+            )
+            yield "by what each member's GPU reads of weights and KV, and two sums over the members per layer."
+
+
+def _cut_row(cut: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = {"stages": cut["num_stages"], "members": cut["tensor_parallel_size"]}
+    if not cut["fits"]:
+        return {**numbers, "room": "does not fit"}
+    return {**numbers, "room": _room(cut), "of 1": cut["tokens_per_s_of_one"], "of all": cut["tokens_per_s"]}
 
 
 def _notes(fit: Mapping[str, Any]) -> Iterator[str]:
@@ -271,15 +284,18 @@ def _notes(fit: Mapping[str, Any]) -> Iterator[str]:
         yield f"On CPUs: {fit['complaint']}."
     if fit["device"] == "cuda":
         yield "Estimates: CUDA graphs and libraries. `raypp info MODEL --start` measures graphs on the GPUs."
+        sizes = {gpu["memory_bytes"] for machine in fit["machines"] or () for gpu in machine["gpus"]}
+        if len(sizes) > 1 and not fit["counts_each_gpu"]:
+            yield (
+                f"GPUs differ: stages that do not take all of them are planned for the smallest, {_gib(min(sizes))} "
+                "GiB; CUDA_VISIBLE_DEVICES leaves some out."
+            )
+        if len(fit["cuts"]) > 1:
+            yield "Estimates: tokens/s, of H200 GPUs where their names are not known, with NVLink between members."
+        if not all(machine["has_nvlink"] for machine in fit["machines"] or ()):
+            yield "Without NVLink sums over members take longer than estimated: 1 member is advised."
     if fit["is_described"]:
         yield "Estimates: the GPUs' memory, 1 GB = 10^9 bytes as --gpus says; a real card has a little more."
-        sizes = {machine["gpu_memory_bytes"] for machine in fit["machines"]}
-        if len(sizes) > 1:
-            yield f"GPUs differ: every stage is planned for the smallest, {_gib(min(sizes))} GiB."
-        if (num_unused := _num_unused_gpus(fit)) > 0:
-            together = len(fit["stages"]) + num_unused
-            unused = counted(num_unused, "GPU")
-            yield f"{unused} not used: --num-stages {together} plans for all (the default is 1 stage)."
     if (fit["num_machines_used"] or 1) > 1:
         yield (
             f"{fit['num_machines_used']} machines: one Ray cluster over them (`ray start`), "
@@ -287,16 +303,6 @@ def _notes(fit: Mapping[str, Any]) -> Iterator[str]:
         )
     if not fit["is_described"] and fit["machines"] is None:
         yield "RAY_ADDRESS is set: whether the cluster has enough GPUs is seen at the start (--start)."
-
-
-def _num_unused_gpus(fit: Mapping[str, Any]) -> int:
-    """Return how many described GPUs neither stages nor encoders have, each stage with a GPU of its own."""
-    if fit["machines"] is None or fit["device"] == "cpu" or fit["stage_num_gpus"] != 1:
-        return 0
-    share = (fit["encoders"] or {}).get("resources", {}).get("GPU", 0)
-    of_encoders = math.ceil(share * fit["encoders"]["num_encoders"]) if share else 0
-    num_gpus: int = sum(machine["num_gpus"] for machine in fit["machines"])
-    return num_gpus - len(fit["stages"]) - of_encoders
 
 
 def _place(fit: Mapping[str, Any]) -> str:
@@ -307,7 +313,8 @@ def _place(fit: Mapping[str, Any]) -> str:
     groups = [(len(list(same)), machine) for machine, same in groupby(fit["machines"])]
     texts = []
     for number, machine in groups:
-        gpus = f"{counted(machine['num_gpus'], 'GPU')} of {_gib(machine['gpu_memory_bytes'])} GiB"
+        sizes = groupby(gpu["memory_bytes"] for gpu in machine["gpus"])
+        gpus = " and ".join(f"{counted(len(list(alike)), 'GPU')} of {_gib(size)} GiB" for size, alike in sizes)
         texts.append(gpus if number == len(groups) == 1 else f"{counted(number, 'machine')} with {gpus}")
     return " and ".join(texts)
 

@@ -7,8 +7,10 @@ import sys
 from typing import Any
 
 from raypp.cli.engine_options import add_engine_options, add_setting_options, engine_config, given_settings
+from raypp.config.engine_config import EngineConfig
 from raypp.config.http_settings import HttpAddress, HttpSettings, http_settings
 from raypp.config.options import ADDRESS_SETTINGS, HTTP_SETTINGS
+from raypp.plan.fit import advised_config
 
 
 def add_parser(commands: Any) -> None:
@@ -29,11 +31,31 @@ def run(args: argparse.Namespace) -> int:
     """Serve until told to stop."""
     settings = http_settings(HttpSettings, given_settings(args, HTTP_SETTINGS))
     address = http_settings(HttpAddress, given_settings(args, ADDRESS_SETTINGS))
-    args.entry_points.serve(
-        engine_config(args), settings, address=address, on_ready=_say_ready, read_again=lambda: engine_config(args)
-    )
+    has_one_engine = settings.num_replicas == 1 and settings.max_replicas is None
+
+    def read() -> EngineConfig:
+        config = engine_config(args)
+        return _advised(config) if has_one_engine else config
+
+    args.entry_points.serve(read(), settings, address=address, on_ready=_say_ready, read_again=read)
     return 0
 
 
+def _advised(config: EngineConfig) -> EngineConfig:
+    """Return the configuration, with the stages and members that `raypp info` advises if it says of neither."""
+    advised = advised_config(config)
+    if advised is not config:
+        parallel = advised.parallel
+        _say(
+            f"num_stages={parallel.num_stages}, tensor_parallel_size={parallel.tensor_parallel_size}, as `raypp info` "
+            "advises for this machine's GPUs; --num-stages says otherwise"
+        )
+    return advised
+
+
 def _say_ready(url: str) -> None:
-    print(f"raypp: serving on {url} (Ctrl-C stops)", file=sys.stderr, flush=True)
+    _say(f"serving on {url} (Ctrl-C stops)")
+
+
+def _say(text: str) -> None:
+    print(f"raypp: {text}", file=sys.stderr, flush=True)

@@ -125,7 +125,8 @@ class ParallelSection(Section):
     num_stages: int = Field(default=1, ge=1, le=64)
     """Pipeline stages; each is one Ray actor."""
     layer_partition: list[int] | None = None
-    """Layers per stage, in order. None: the partition that makes the slowest stage fastest, LM head included."""
+    """Layers per stage, in order. None: the partition that makes the slowest stage fastest, LM head included; on GPUs
+    that differ, the one with most requests at once per time of the slowest stage."""
     prompt_tokens_per_output: float = Field(default=0.0, ge=0, le=1e5)
     """Prompt tokens that are computed for every token of an answer in the traffic that layers are cut for: prompts make
     layers slower, not the LM head. 0: for steps that only decode. `raypp tune --traffic` reads it off a log."""

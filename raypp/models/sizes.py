@@ -166,6 +166,12 @@ def lm_head_bytes(config: ModelConfig, dtype_bytes: int) -> int:
     return (config.vocab_rows + 1) * config.hidden_size * dtype_bytes
 
 
+def logit_row_bytes(config: ModelConfig) -> int:
+    """Return the bytes of one row's logits; where members join them, of its own part and of all parts, too."""
+    of_members = (1 + config.num_members) * config.vocab_rows if config.num_members > 1 else 0
+    return (config.vocab_size + of_members) * LOGIT_BYTES
+
+
 def parameter_counts(config: ModelConfig) -> tuple[int, int]:
     """Return how many parameters the language model has, and how many of them one token is multiplied by."""
     sizes, ends = layer_sizes(config, 1), lm_head_bytes(config, 1)

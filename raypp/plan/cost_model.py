@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from operator import add
 
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import LayerSize, kv_bytes_per_token, layer_sizes, lm_head_bytes
+from raypp.models.sizes import LOGIT_BYTES, LayerSize, kv_bytes_per_token, layer_sizes, lm_head_bytes
+from raypp.plan.hardware import H200, Gpu
 from raypp.scheduler.step_budget import RooflineCost, StageTimes, StepWork, amounts, step_ms
 
 FREE_STEP_TOKENS = {"cuda": 184, "cpu": 12}
@@ -35,6 +37,12 @@ _GPU_SCAN_MS = 2.7  # of a host that starts a gated delta net's scan of a chunk,
 _CHUNK_TOKENS = 512
 _MOST_CHUNKS = 8
 _GPU_PROPOSAL_MS = 0.076  # of a draft by a head beyond reading its weights, 8 to 32 rows
+_SUM_US = ((1, 3.3), (16, 4.3), (64, 7.5), (128, 12.0), (256, 30.0))
+"""What a sum over members takes, by rows of 4,096 numbers in 16 bits: measured with two over NVLink. More rows take as
+much more."""
+_SUM_COLUMNS = 4096
+_SUMS_PER_LAYER = 2
+_JOINED_BYTES_PER_MS = 2e8  # of other members' logits over NVLink, copying included: an estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +86,16 @@ def estimated_costs(
     num_verified: float = 0,
     num_proposed: float = 0,
     drafting_bytes: float = 0,
+    kv_bytes: Sequence[float] | None = None,
+    gpu: Gpu | None = None,
 ) -> StepCosts:
-    """Return the costs of a decode step.
+    """Return the costs of a decode step, of one member of each stage.
 
     It reads every weight once, but of the embedding only a few rows, and of experts those that any of its tokens
-    chooses. In milliseconds of an H200 if `on_gpu`, else in bytes.
+    chooses. In milliseconds if `on_gpu`, else in bytes. On GPUs sums over members count, too.
 
     Args:
-        model: Its sizes.
+        model: Its sizes, or those of one member.
         dtype_bytes: Of a weight.
         on_gpu: Where it runs.
         num_rows: Of the step that decode; it matters where there are experts, or prompts.
@@ -93,22 +103,43 @@ def estimated_costs(
         num_verified: Drafts that each row verifies.
         num_proposed: Drafts that a head on the last stage makes for each row; 0 without one.
         drafting_bytes: What it reads for them.
+        kv_bytes: Of the KV cache, that the step reads in each layer; None: not counted.
+        gpu: Whose times they are; where nothing is known of it, an H200's.
     """
     num_decode_tokens = num_rows * (1 + num_verified)
     num_tokens = num_decode_tokens + num_prompt_tokens
-    roofline = RooflineCost(FREE_STEP_TOKENS["cuda" if on_gpu else "cpu"])
+    speed = (None if gpu is None else gpu.speed) or H200
+    bytes_per_ms = _GPU_BYTES_PER_MS * speed.bytes_per_s / H200.bytes_per_s
+    free_tokens = float(FREE_STEP_TOKENS["cpu"])
+    if on_gpu:
+        free_tokens = FREE_STEP_TOKENS["cuda"] * speed.flops_per_byte / H200.flops_per_byte
+    roofline = RooflineCost(free_tokens)
     growth = roofline(num_tokens) / roofline(num_decode_tokens)
     layers = [growth * size.reads.of(num_tokens) for size in layer_sizes(model, dtype_bytes)]
+    if kv_bytes is not None:
+        layers = list(map(add, layers, kv_bytes))
     head = float(lm_head_bytes(model, dtype_bytes) + drafting_bytes)
     if not on_gpu:
         return StepCosts(layers=layers, last_stage=head)
     verify_ms = num_verified * _GPU_DRAFT_MS
     layer_ms, head_ms = _GPU_LAYER_MS + verify_ms, _GPU_HEAD_MS + verify_ms
     head_ms += num_proposed * _GPU_PROPOSAL_MS
+    if model.num_members > 1:
+        layer_ms += _SUMS_PER_LAYER * sum_ms(num_tokens * model.hidden_size / _SUM_COLUMNS)
+        others = (model.num_members - 1) * model.vocab_rows * LOGIT_BYTES
+        head_ms += num_decode_tokens * others / _JOINED_BYTES_PER_MS
     return StepCosts(
-        layers=[num_bytes / _GPU_BYTES_PER_MS + layer_ms for num_bytes in layers],
-        last_stage=head / _GPU_BYTES_PER_MS + head_ms,
+        layers=[num_bytes / bytes_per_ms + layer_ms for num_bytes in layers],
+        last_stage=head / bytes_per_ms + head_ms,
     )
+
+
+def sum_ms(num_rows: float) -> float:
+    """Return what a sum over the members of a stage takes on GPUs, milliseconds; a row has 4,096 numbers."""
+    for (fewer, fewer_us), (more, more_us) in pairwise(_SUM_US):
+        if num_rows <= more:
+            return (fewer_us + (more_us - fewer_us) * max(0.0, num_rows - fewer) / (more - fewer)) / 1000
+    return more_us * num_rows / more / 1000
 
 
 _NEXT_TO_NOTHING = 1.0
@@ -127,6 +158,17 @@ class _Device:
     prompts_ms: float  # of every layer of a step with prompts, besides
     row_ms: float  # of every layer and decode row
     token_share: float = 0.1  # of a token's products, what norms and the like take
+
+    def like(self, gpu: Gpu) -> _Device:
+        """Return the guesses for another GPU than an H200, if something is known of it."""
+        speed = gpu.speed or H200
+        reading, computing = speed.bytes_per_s / H200.bytes_per_s, speed.flops / H200.flops
+        return replace(
+            self,
+            bytes_per_ms=self.bytes_per_ms * reading,
+            kv_bytes_per_ms=self.kv_bytes_per_ms * reading,
+            attention_flops_per_ms=self.attention_flops_per_ms * computing,
+        )
 
     def layer(self, size: LayerSize, pairs_flops: float, kv_bytes: float, free_tokens: float) -> StageTimes:
         weights = size.reads.always / self.bytes_per_ms
@@ -168,9 +210,9 @@ def estimated_times(
     kv_dtype_bytes: int,
     *,
     free_tokens: float,
-    on_gpu: bool = False,
+    gpus: Sequence[Gpu] | None = None,
 ) -> list[StageTimes]:
-    """Return what the parts of a step take on every stage, about: milliseconds of an H200, or of some CPU.
+    """Return what the parts of a step take on every stage, about, in milliseconds.
 
     Args:
         model: Its sizes.
@@ -178,23 +220,20 @@ def estimated_times(
         dtype_bytes: Of a weight.
         kv_dtype_bytes: Of an element of the KV cache.
         free_tokens: Tokens that take as long to compute as the weights to read.
-        on_gpu: Where it runs.
+        gpus: Of each stage; None: some CPU.
     """
-    device = _GPU if on_gpu else _CPU
     # What a window leaves out is counted, too: measured steps correct it.
-    layers = [
-        device.layer(size, _pair_flops(each), kv_bytes, free_tokens)
-        for size, each, kv_bytes in zip(
-            layer_sizes(model, dtype_bytes), model.attention, kv_bytes_per_token(model, kv_dtype_bytes), strict=True
-        )
-    ]
-    head_ms = lm_head_bytes(model, dtype_bytes) / device.bytes_per_ms
+    flops = map(_pair_flops, model.attention)
+    layers = list(zip(layer_sizes(model, dtype_bytes), flops, kv_bytes_per_token(model, kv_dtype_bytes), strict=True))
+    devices = [_CPU] * len(num_layers) if gpus is None else [_GPU.like(gpu) for gpu in gpus]
     ends = [0, *accumulate(num_layers)]
     found = []
-    for start, end in pairwise(ends):
-        times = StageTimes(*map(sum, zip(*layers[start:end], strict=True)))
+    for device, (start, end) in zip(devices, pairwise(ends), strict=True):
+        of_layers = [device.layer(*layer, free_tokens) for layer in layers[start:end]]
+        times = StageTimes(*map(sum, zip(*of_layers, strict=True)))
         times = times._replace(step=times.step + device.step_ms)
         if end == ends[-1]:  # the head is read for every step, and not multiplied by a prompt's tokens
+            head_ms = lm_head_bytes(model, dtype_bytes) / device.bytes_per_ms
             times = times._replace(step=times.step + head_ms, logit=times.logit + head_ms / free_tokens)
         found.append(times)
     return found

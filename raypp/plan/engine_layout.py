@@ -9,8 +9,11 @@ those bytes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import add
 from pathlib import Path
 
 from raypp.config.engine_config import EngineConfig
@@ -20,8 +23,8 @@ from raypp.models.member_sizes import of_one_member
 from raypp.models.quantization import ONLINE_FP8, Quantization
 from raypp.models.sizes import kv_bytes_per_token, parameter_counts, state_bytes_per_row
 from raypp.plan.encoder_plan import EncoderPlan, plan_encoders
-from raypp.plan.hardware import Hardware
-from raypp.plan.layer_partition import layers_per_stage
+from raypp.plan.hardware import Hardware, StageGpus, gpus_of_stages
+from raypp.plan.layer_partition import LayerRoom, costs_of, layer_room, layers_per_stage
 from raypp.plan.speculation_plan import (
     draft_head,
     draft_head_bytes,
@@ -31,6 +34,7 @@ from raypp.plan.speculation_plan import (
 )
 from raypp.plan.stage_memory import (
     StageMemory,
+    block_mix,
     memory_of_stages,
     num_snapshots,
     stage_weight_bytes,
@@ -63,6 +67,7 @@ class EngineLayout:
     draft_head: DraftHeadSpec | None
     draft_head_bytes: int  # of weights, on the last stage
     encoders: EncoderPlan
+    gpus: tuple[StageGpus, ...]  # of each stage
     layers: tuple[int, ...]  # of each stage
     memory: tuple[StageMemory, ...]  # of each stage
 
@@ -75,6 +80,12 @@ class EngineLayout:
     def kv_dtype_bytes(self) -> int:
         """Bytes of an element of the KV cache."""
         return DTYPE_BYTES[self.kv_dtype]
+
+    @property
+    def fullest_stage(self) -> int:
+        """The first stage with room for the fewest KV blocks: all stages have as many."""
+        mix = block_mix(self.config, self.model)
+        return min(range(len(self.memory)), key=lambda index: self.memory[index].max_blocks(mix))
 
     @property
     def start_layers(self) -> list[int]:
@@ -133,23 +144,6 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
             expected="a model with layers that see all tokens",
             hint='speculative.method = "ngram"',
         )
-    layers = layers_per_stage(config, held, head, dtype_bytes, device)
-    starts = [sum(layers[:index]) for index in range(num_stages)]
-    block_bytes = [
-        block_bytes_by_group(model, config.cache.block_size, kv_dtype_bytes, start, start + count)
-        for start, count in zip(starts, layers, strict=True)
-    ]
-    sizes = (config.cache.block_size, config.speculative.max_drafts, dtype_bytes)
-    of_rows = state_bytes_per_row(model, *sizes, has_snapshots=num_snapshots(config) > 0)
-    row_bytes = [sum(of_rows[start : start + count]) for start, count in zip(starts, layers, strict=True)]
-    weight_bytes = stage_weight_bytes(held, layers, dtype_bytes)
-    head_spec = None if head is None else draft_head_spec(config, head_path, head, starts)
-    window = ngram_window(config, model)
-    head_bytes = 0
-    if head is not None:
-        head_bytes = draft_head_bytes(head, model, num_stages, dtype_bytes)
-        weight_bytes[-1] += head_bytes
-        block_bytes[-1][0] += config.cache.block_size * sum(kv_bytes_per_token(head.layer, kv_dtype_bytes))
     encoders = plan_encoders(
         config,
         model,
@@ -160,24 +154,60 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         dtype_bytes=dtype_bytes,
         num_threads=num_threads,
     )
+    take_all = device != "cpu" and config.parallel.stage_num_gpus == 1 and not encoders.num_encoders
+    gpus = gpus_of_stages(hardware, num_stages, read.num_members, take_all=take_all)
+    window = ngram_window(config, model)
+    head_bytes = 0 if head is None else draft_head_bytes(head, model, num_stages, dtype_bytes)
 
-    def memory_of(config: EngineConfig) -> tuple[StageMemory, ...]:
+    def memory_of(config: EngineConfig, layers: Sequence[int]) -> tuple[StageMemory, ...]:
+        starts = [sum(layers[:index]) for index in range(num_stages)]
+        ends = list(map(add, starts, layers))
+        block_bytes = [
+            block_bytes_by_group(model, config.cache.block_size, kv_dtype_bytes, start, end)
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        sizes = (config.cache.block_size, config.speculative.max_drafts, dtype_bytes)
+        of_rows = state_bytes_per_row(model, *sizes, has_snapshots=num_snapshots(config) > 0)
+        weight_bytes = stage_weight_bytes(held, layers, dtype_bytes)
+        spec = None
+        if head is not None:
+            spec = draft_head_spec(config, head_path, head, starts)
+            weight_bytes[-1] += head_bytes
+            block_bytes[-1][0] += config.cache.block_size * sum(kv_bytes_per_token(head.layer, kv_dtype_bytes))
         return memory_of_stages(
             config,
             hardware,
             model,
             device=device,
+            gpus=gpus,
             dtype_bytes=dtype_bytes,
             weight_bytes=weight_bytes,
             block_bytes=block_bytes,
-            row_bytes=row_bytes,
-            speculation_bytes=speculation_bytes(config, model, window, head_spec, dtype_bytes),
+            row_bytes=[sum(of_rows[start:end]) for start, end in zip(starts, ends, strict=True)],
+            speculation_bytes=speculation_bytes(config, model, window, spec, dtype_bytes),
             item_bytes=encoders.item_bytes,
         )
 
-    if any(row_bytes) and config.cache.num_kv_blocks is None:
-        config = with_fitting_rows(config, model, memory_of, on_gpu=device != "cpu")
-    memory = memory_of(config)
+    def room_for(num_requests: float) -> LayerRoom:
+        mix = block_mix(config, model)
+        rows = {"max_num_seqs": max(num_stages, math.ceil(num_requests))} if model.has_row_states else {}
+        least = 1 + -(-(config.model.max_model_len or 1) // config.cache.block_size)
+        return layer_room(
+            config.with_settings(**rows),
+            held,
+            without_layers,
+            dtype_bytes=dtype_bytes,
+            kv_dtype_bytes=kv_dtype_bytes,
+            num_blocks=max(least, config.cache.num_kv_blocks or 0, 1 + math.ceil(num_requests * mix.usual_blocks)),
+        )
+
+    without_layers = memory_of(config, [0] * num_stages)
+    costs = costs_of(config, held, head, dtype_bytes, device, gpus)
+    layers = layers_per_stage(config, model.num_layers, costs, room_for if gpus[0].indices else None)
+    starts = [sum(layers[:index]) for index in range(num_stages)]
+    head_spec = None if head is None else draft_head_spec(config, head_path, head, starts)
+    if model.has_row_states and config.cache.num_kv_blocks is None:
+        config = with_fitting_rows(config, model, partial(memory_of, layers=layers), on_gpu=device != "cpu")
     return EngineLayout(
         asked=asked,
         config=config,
@@ -193,8 +223,9 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         draft_head=head_spec,
         draft_head_bytes=head_bytes,
         encoders=encoders,
+        gpus=tuple(gpus),
         layers=tuple(layers),
-        memory=memory,
+        memory=memory_of(config, layers),
     )
 
 

@@ -18,7 +18,6 @@ from raypp.config.sections import TransportKind
 from raypp.errors import ConfigError
 from raypp.grammar.vocabulary import VocabularySource
 from raypp.messages import BlockGroup
-from raypp.models.config import ModelConfig
 from raypp.models.generation_config import read_sampling_defaults
 from raypp.models.registry import resolve_model_path
 from raypp.models.sizes import WeightReads, layer_sizes, lm_head_bytes, total_reads
@@ -26,6 +25,7 @@ from raypp.plan.cost_model import estimated_costs, estimated_times, min_prefill_
 from raypp.plan.engine_layout import EngineLayout, lay_out
 from raypp.plan.graph_plan import describe_graphs, graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware
+from raypp.plan.layer_partition import stage_costs
 from raypp.plan.speculation_plan import check_host_memory, draft_cost, draft_policy, resolved_speculation, table_bytes
 from raypp.plan.stage_memory import (
     block_mix,
@@ -149,7 +149,7 @@ class EnginePlan(EngineLayout):
             self.dtype_bytes,
             self.kv_dtype_bytes,
             free_tokens=roofline.free_tokens,
-            on_gpu=self.device == "cuda",
+            gpus=[gpus.weakest for gpus in self.gpus] if self.device == "cuda" else None,
         )
         return StepPredictor(roofline, estimates)
 
@@ -168,7 +168,7 @@ class EnginePlan(EngineLayout):
 
     def stage_spec(self, stage_index: int, rank: int = 0) -> StageSpec:
         """Return what a member of a stage must be told."""
-        layout = self.stages[stage_index]
+        layout, indices = self.stages[stage_index], self.gpus[stage_index].indices
         return StageSpec(
             stage_index=stage_index,
             num_stages=len(self.stages),
@@ -181,7 +181,7 @@ class EnginePlan(EngineLayout):
             load_format=self.config.model.load_format,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
-            device=self.device,
+            device=self.device if indices is None else f"{self.device}:{indices[rank]}",
             seed=self.config.model.seed,
             num_threads=self.num_threads,
             max_num_seqs=self.config.scheduler.max_num_seqs + NUM_PADDING_ROWS,
@@ -253,6 +253,7 @@ class EnginePlan(EngineLayout):
             "num_threads_per_stage": self.num_threads,
             "block_size": self.config.cache.block_size,
             "num_kv_blocks": self.num_blocks,
+            "fullest_stage": None if self.device == "cpu" else self.fullest_stage,
             "num_cpu_kv_blocks": sum(group.num_cpu_blocks for group in self.groups),
             "num_cpu_state_snapshots": self.num_cpu_snapshots,
             "kv_groups": [
@@ -334,7 +335,7 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
         of_member = replace(hardware, memory_bytes=hardware.memory_bytes // model.num_members)
         check_host_memory(config, of_member, layout.ngram_window, memory[-1].weight_bytes + kv_bytes[-1])
     else:
-        check_cpu_memory(config, hardware, cpu_kv_bytes)
+        check_cpu_memory(config, hardware, cpu_kv_bytes, model.num_members)
     last = len(layout.layers) - 1
     stages = tuple(
         StageLayout(
@@ -365,7 +366,7 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
         num_staged_blocks=num_staged_blocks(config, block_bytes),
         max_copied_blocks=max_copied_blocks(block_bytes),
         graphs=graph_spec(config, model, layout.device, layout.dtype_bytes, hardware.gpu_memory_bytes),
-        max_steps_per_cohort=_max_steps_per_cohort(config, model, layout.dtype_bytes, layout.device),
+        max_steps_per_cohort=_max_steps_per_cohort(layout),
         stages=stages,
         sampling_defaults=read_sampling_defaults(Path(layout.model_path)) if has_defaults else {},
     )
@@ -391,15 +392,16 @@ def _transport(config: EngineConfig, device: str) -> TransportKind:
     return "gloo" if asked == "auto" else asked
 
 
-def _max_steps_per_cohort(config: EngineConfig, model: ModelConfig, dtype_bytes: int, device: str) -> int:
+def _max_steps_per_cohort(layout: EngineLayout) -> int:
     """Return how many steps of a cohort may be in flight at a time.
 
     With two, the hosts have as long as one takes, through all stages, to answer its result. Where that is short they
     get another one. A request that comes then waits one such step longer; drafts would be chosen by older results.
     """
+    config = layout.config
     if config.scheduler.max_steps_per_cohort is not None:
         return config.scheduler.max_steps_per_cohort
-    if device != "cuda" or config.speculative.max_drafts:
+    if layout.device != "cuda" or config.speculative.max_drafts:
         return STEPS_PER_COHORT
-    [step_ms] = estimated_costs(model, dtype_bytes, on_gpu=True).of_stages([model.num_layers])
-    return STEPS_PER_COHORT + (step_ms < _SHORT_STEP_MS)
+    costs = [estimated_costs(layout.model, layout.dtype_bytes, on_gpu=True, gpu=gpus.weakest) for gpus in layout.gpus]
+    return STEPS_PER_COHORT + (sum(stage_costs(costs, layout.layers)) < _SHORT_STEP_MS)

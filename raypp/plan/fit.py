@@ -10,7 +10,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from raypp.errors import ConfigError, ResourceError
 from raypp.models.attention_config import ModulesConfig
 from raypp.models.config import ModelConfig
 from raypp.models.registry import resolve_config_path
-from raypp.models.sizes import layer_sizes
+from raypp.models.sizes import kv_bytes_per_token, layer_sizes
 from raypp.plan.engine_layout import EngineLayout, lay_out
 from raypp.plan.engine_plan import EnginePlan, plan_layout
-from raypp.plan.hardware import Hardware, Machine, described_hardware, num_machines_for
+from raypp.plan.hardware import GpuAsk, Hardware, Machine, described_hardware, num_machines_for
+from raypp.plan.layer_partition import costs_of, stage_costs
 from raypp.plan.stage_memory import block_mix, check_one_machine, num_snapshots
 
 REQUEST_LENGTHS = (2048, 8192, 32768)
@@ -36,6 +37,8 @@ _SMALL_SEQS, _SMALL_TOKENS = 16, 512
 _SHARED_GPU = {"stage_num_gpus": 0.8, "encoder_num_gpus": 0.2}
 _WORTH_MENTION = 1.1
 """Times the KV cache that layers per stage by memory must hold."""
+_AS_FAST = 0.97
+"""Of the most tokens per second: what estimates do not tell apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +47,15 @@ class Fit:
 
     config: EngineConfig
     hardware: Hardware
-    machines: tuple[Machine, ...] | None  # None: how many GPUs there are is not known
     layout: EngineLayout
     plan: EnginePlan | None  # None: it does not fit
     problem: ResourceError | None  # what it lacks
     num_machines: int | None  # over which its stages and encoders are spread
+
+    @property
+    def machines(self) -> tuple[Machine, ...]:
+        """What the stages can be placed on; empty: it is not known."""
+        return self.hardware.machines
 
     @property
     def num_kv_tokens(self) -> int:
@@ -75,6 +82,36 @@ class Fit:
         """Requests that run at a time: as many as asked for, or as many states as there is room for."""
         return self.layout.config.scheduler.max_num_seqs
 
+    def tokens_per_s(self, num_requests: int) -> float:
+        """Return about how many tokens so many requests get per second on GPUs while they decode; a usual length each.
+
+        They run in as many cohorts as there are stages. The slowest stage sets the pace, unless there are too few.
+        """
+        layout, num_stages = self.layout, len(self.layout.layers)
+        num_cohorts = min(num_requests, num_stages)
+        num_rows = -(-num_requests // num_cohorts)
+        num_tokens = typical_length(self) / 2
+        of_token = kv_bytes_per_token(layout.model, layout.kv_dtype_bytes)
+        kv_bytes = [
+            num_rows * num_bytes * min(num_tokens, (layer.attention and layer.attention.window) or num_tokens)
+            for num_bytes, layer in zip(of_token, layout.model.attention, strict=True)
+        ]
+        head = None if layout.draft_head is None else layout.draft_head.config
+        costs = stage_costs(
+            costs_of(
+                self.config,
+                layout.held_model,
+                head,
+                layout.dtype_bytes,
+                layout.device,
+                layout.gpus,
+                num_rows=num_rows,
+                kv_bytes=kv_bytes,
+            ),
+            layout.layers,
+        )
+        return 1000 * num_requests / max(sum(costs), num_cohorts * max(costs))
+
     def request_lengths(self) -> list[int]:
         """Return the lengths to count requests of, in tokens, ascending."""
         if self.plan is None:
@@ -100,7 +137,8 @@ class Fit:
             "kv_cache_dtype": self.layout.kv_dtype,
             "device": self.layout.device,
             "complaint": self.hardware.complaint if self.config.parallel.device == "auto" else None,
-            "machines": None if self.machines is None else [asdict(machine) for machine in self.machines],
+            "machines": [asdict(machine) for machine in self.machines] or None,
+            "counts_each_gpu": any(gpus.indices for gpus in self.layout.gpus),
             "num_machines_used": self.num_machines,
             "gpu_memory_utilization": self.config.cache.gpu_memory_utilization,
             "stage_num_gpus": self.config.parallel.stage_num_gpus,
@@ -115,6 +153,7 @@ class Fit:
             "asked_max_num_seqs": self.config.scheduler.max_num_seqs,
             "num_snapshots": num_snapshots(self.layout.config) if self.layout.model.has_row_states else 0,
             "num_cpu_snapshots": 0 if self.plan is None else self.plan.num_cpu_snapshots,
+            "fullest_stage": self.layout.fullest_stage,
             "requests": [
                 {
                     "num_tokens": length,
@@ -146,15 +185,13 @@ class Fit:
 def check_fit(
     config: EngineConfig,
     hardware: Hardware,
-    machines: tuple[Machine, ...] | None,
     find_model: Callable[[str, str | None], Path] = resolve_config_path,
 ) -> Fit:
     """Plan an engine, and say what it lacks if it does not fit.
 
     Args:
         config: Of the engine.
-        hardware: What its stages will run on.
-        machines: The GPUs of each machine; None: not known, there are as many as are asked for.
+        hardware: What its stages will run on; without `machines` there are as many GPUs as are asked for.
         find_model: Returns a directory with a model's config.json, given its name and revision.
 
     Raises:
@@ -164,10 +201,10 @@ def check_fit(
     layout = lay_out(config, hardware, find_model)
     plan, problem, num_machines = None, None, None
     try:
-        if layout.device == "cuda" and machines is not None:
-            num_machines = _placed(layout, machines)
+        if layout.device == "cuda" and hardware.machines:
+            num_machines = _placed(layout, hardware.machines)
         plan = plan_layout(layout, hardware)
-        if layout.device == "cpu" and machines is not None:  # else there may be others in the cluster
+        if layout.device == "cpu" and hardware.machines:  # else there may be others in the cluster
             kv_bytes = [stage.kv_cache_bytes + stage.cpu_kv_bytes for stage in plan.stages]
             check_one_machine(layout.memory * plan.num_members, kv_bytes * plan.num_members)
     except ResourceError as error:
@@ -175,7 +212,6 @@ def check_fit(
     return Fit(
         config=config,
         hardware=hardware,
-        machines=machines,
         layout=layout,
         plan=plan,
         problem=problem,
@@ -199,10 +235,16 @@ def _details(error: ResourceError) -> dict[str, Any]:
     return {name: str(value) for name in ("got", "expected", "hint") if (value := getattr(error, name)) is not None}
 
 
-def gpu_shares(layout: EngineLayout) -> list[float]:
-    """Return the share of a GPU that each stage and each encoder asks for."""
-    stages = [layout.config.parallel.stage_num_gpus] * len(layout.layers)
-    return stages + [layout.config.encoder.encoder_num_gpus] * layout.encoders.num_encoders
+def gpu_asks(layout: EngineLayout, num_stages: int) -> list[GpuAsk]:
+    """Return what each of so many stages, and each encoder, asks for."""
+    of_stage = GpuAsk(layout.config.parallel.stage_num_gpus, layout.model.num_members)
+    of_encoder = GpuAsk(layout.config.encoder.encoder_num_gpus)
+    return [of_stage] * num_stages + [of_encoder] * layout.encoders.num_encoders
+
+
+def _num_asked(layout: EngineLayout) -> float:
+    """Return how many GPUs all stages and encoders ask for together."""
+    return sum(ask.share * ask.num_gpus for ask in gpu_asks(layout, len(layout.layers)))
 
 
 def _placed(layout: EngineLayout, machines: Sequence[Machine]) -> int:
@@ -211,15 +253,18 @@ def _placed(layout: EngineLayout, machines: Sequence[Machine]) -> int:
     Raises:
         ResourceError: they find no room.
     """
-    shares, strategy = gpu_shares(layout), layout.config.parallel.placement
-    num_machines = num_machines_for(shares, machines, strategy)
+    num_stages, strategy = len(layout.layers), layout.config.parallel.placement
+    num_machines = num_machines_for(gpu_asks(layout, num_stages), machines, strategy)
     if num_machines is None:
         num_gpus = sum(machine.num_gpus for machine in machines)
         encoders = f" and {counted(layout.encoders.num_encoders, 'encoder')}" if layout.encoders.num_encoders else ""
+        num_members = layout.model.num_members
+        members = f" of {num_members} members, each stage on one machine" if num_members > 1 else ""
         raise ResourceError(
             "there are too few GPUs",
             got=f"{counted(num_gpus, 'GPU')} on {counted(len(machines), 'machine')}, placement={strategy}",
-            expected=f"room for {counted(len(layout.layers), 'stage')}{encoders}, which ask for {sum(shares):g} GPUs",
+            expected=f"room for {counted(num_stages, 'stage')}{members}{encoders}, which ask for "
+            f"{_num_asked(layout):g} GPUs",
             hint="num_encoders = 0 if all prompts are text" if encoders else None,
         )
     return num_machines
@@ -254,11 +299,66 @@ def alternatives(fit: Fit) -> list[Alternative]:
     return found + single
 
 
-def other_numbers_of_stages(fit: Fit) -> list[Fit]:
-    """Return the same engine with other numbers of stages that its GPUs have room for: powers of 2, and the most."""
-    most = _most_stages(fit)
-    counts = sorted({1 << power for power in range(most.bit_length())} | {most} - {0})
-    return [_with_stages(fit, count) for count in counts if count != fit.config.parallel.num_stages]
+def possible_cuts(fit: Fit) -> list[Fit]:
+    """Return the same engine with the numbers of stages and of members that its GPUs have room for.
+
+    Powers of 2, and the most stages; the engine's own numbers are among them if there is room for these.
+    """
+    if not fit.machines or fit.layout.device != "cuda":
+        return []
+    parallel, found = fit.config.parallel, list[Fit | None]()
+    largest = max(machine.num_gpus for machine in fit.machines)
+    for num_members in sorted({*_powers_of_2(largest), parallel.tensor_parallel_size}):
+        is_own = num_members == parallel.tensor_parallel_size
+        with_members = fit if is_own else _changed(fit, _cut_settings(fit, parallel.num_stages, num_members))
+        most = 0 if with_members is None else _most_stages(with_members)
+        own = parallel.num_stages if is_own else 0
+        for count in sorted({*_powers_of_2(most), most, own}):
+            if 0 < count <= most:
+                found.append(fit if count == own else _changed(fit, _cut_settings(fit, count, num_members)))
+    return [cut for cut in found if cut is not None]
+
+
+def advised_cut(cuts: Sequence[Fit]) -> Fit | None:
+    """Return the cut that gives most tokens per second to the requests that run at once; None if none fits.
+
+    Of those that give about as many, the one with the fewest GPUs, then the one that is fastest for a single request.
+    Several members only where NVLink joins the GPUs: the sums' times are those.
+    """
+    fitting = {
+        index: cut.tokens_per_s(_at_once(cut))
+        for index, cut in enumerate(cuts)
+        if _at_once(cut) and (cut.layout.model.num_members == 1 or all(each.has_nvlink for each in cut.machines))
+    }
+    most = max(fitting.values(), default=0.0)
+    alike = [cuts[index] for index, speed in fitting.items() if speed >= _AS_FAST * most]
+    return min(alike, key=lambda cut: (_num_asked(cut.layout), -cut.tokens_per_s(1)), default=None)
+
+
+def advised_config(config: EngineConfig) -> EngineConfig:
+    """Return a configuration with the stages and members that are advised for this machine, where it says of neither.
+
+    One for CPUs, for a cluster that is named, or that fits with no numbers, stays.
+
+    Raises:
+        ConfigError, ModelLoadError, ResourceError: as `describe_fit`.
+    """
+    asked = config.parallel.model_fields_set & {"num_stages", "tensor_parallel_size", "layer_partition"}
+    hardware = _of_this_machine()
+    if asked or not hardware.machines or hardware.num_gpus < 2 or config.parallel.device == "cpu":
+        return config
+    cuts = possible_cuts(check_fit(config, hardware))
+    advised = advised_cut(cuts)
+    return config if advised is None else advised.config
+
+
+def _at_once(fit: Fit) -> int:
+    return fit.num_requests(typical_length(fit))
+
+
+def _powers_of_2(most: int) -> set[int]:
+    """Return 1, 2, 4, ... up to a number."""
+    return {1 << power for power in range(most.bit_length())}
 
 
 def layers_by_memory(fit: Fit) -> Alternative | None:
@@ -266,7 +366,7 @@ def layers_by_memory(fit: Fit) -> Alternative | None:
 
     By default layers are cut so that the slowest stage is fastest. Where memory is short, that leaves some of it over.
     """
-    if fit.layout.device != "cuda" or (fit.machines is not None and fit.num_machines is None):
+    if fit.layout.device != "cuda" or (fit.machines and fit.num_machines is None):
         return None
     best, layers, mix = fit, list(fit.layout.layers), block_mix(fit.config, fit.layout.model)
     while len(layers) > 1:
@@ -274,7 +374,7 @@ def layers_by_memory(fit: Fit) -> Alternative | None:
         fullest = rooms.index(min(rooms))
         layers[fullest] -= 1
         layers[rooms.index(max(rooms))] += 1
-        moved = _changed(fit, {"layer_partition": layers}, fit.machines) if layers[fullest] else None
+        moved = _changed(fit, {"layer_partition": layers}) if layers[fullest] else None
         if moved is None or min(stage.max_blocks(mix) for stage in moved.layout.memory) <= min(rooms):
             break
         best = moved
@@ -283,43 +383,41 @@ def layers_by_memory(fit: Fit) -> Alternative | None:
     return Alternative(settings={"layer_partition": list(best.layout.layers)}, num_missing_gpus=0, fit=best)
 
 
-def _changed(fit: Fit, settings: Mapping[str, object], machines: tuple[Machine, ...] | None) -> Fit | None:
-    """Return the engine with other settings; None if these cannot be."""
+def _changed(fit: Fit, settings: Mapping[str, object], hardware: Hardware | None = None) -> Fit | None:
+    """Return the engine with other settings, or on other hardware; None if these cannot be."""
     try:
         return check_fit(
             fit.config.with_settings(**settings),
-            fit.hardware,
-            machines,
+            hardware or fit.hardware,
             lambda name, revision: Path(fit.layout.model_path),
         )
     except ConfigError:
         return None
 
 
-def _stage_settings(fit: Fit, num_stages: int) -> dict[str, object]:
+def _cut_settings(fit: Fit, num_stages: int, num_members: int) -> dict[str, object]:
+    parallel = fit.config.parallel
     settings: dict[str, object] = {"num_stages": num_stages}
-    if fit.config.parallel.layer_partition is not None:
+    if num_members != parallel.tensor_parallel_size:
+        settings["tensor_parallel_size"] = num_members
+    if parallel.layer_partition is not None:
         settings["layer_partition"] = None
-    if num_stages > 1 and fit.config.parallel.transport == "local":
+    if num_stages > 1 and parallel.transport == "local":
         settings["transport"] = "auto"
     return settings
 
 
-def _with_stages(fit: Fit, num_stages: int) -> Fit:
-    changed = _changed(fit, _stage_settings(fit, num_stages), fit.machines)
-    assert changed is not None, "a number of stages is refused that layers and GPUs allow"
-    return changed
+def _stage_settings(fit: Fit, num_stages: int) -> dict[str, object]:
+    return _cut_settings(fit, num_stages, fit.config.parallel.tensor_parallel_size)
 
 
 def _most_stages(fit: Fit) -> int:
     """Return the most stages that GPUs and layers allow; 0 if that is not known."""
-    if fit.machines is None or fit.layout.device != "cuda":
+    if not fit.machines or fit.layout.device != "cuda":
         return 0
-    shares = gpu_shares(fit.layout)[len(fit.layout.layers) :]
-    share, strategy = fit.config.parallel.stage_num_gpus, fit.config.parallel.placement
-    most = 0
+    strategy, most = fit.config.parallel.placement, 0
     while most < min(_MAX_STAGES, fit.layout.model.num_layers):
-        if num_machines_for([share] * (most + 1) + shares, fit.machines, strategy) is None:
+        if num_machines_for(gpu_asks(fit.layout, most + 1), fit.machines, strategy) is None:
             break
         most += 1
     return most
@@ -331,17 +429,17 @@ def _other_stages(fit: Fit) -> Iterator[Alternative]:
         return
     num_stages, most = fit.config.parallel.num_stages, _most_stages(fit)
     for count in range(num_stages + 1, most + 1) if num_stages <= most else range(most, 0, -1):
-        other = _with_stages(fit, count)
-        if other.plan is not None:
+        other = _changed(fit, _stage_settings(fit, count))
+        if other is not None and other.plan is not None:
             yield Alternative(settings=_stage_settings(fit, count), num_missing_gpus=0, fit=other)
             return
-    num_gpus = 0 if fit.machines is None else sum(machine.num_gpus for machine in fit.machines)
+    num_gpus = sum(machine.num_gpus for machine in fit.machines)
     first = num_stages if num_stages > most else most + 1
     for count in range(first, min(_MAX_STAGES, fit.layout.model.num_layers) + 1):
-        larger = _changed(fit, _stage_settings(fit, count), None)
+        larger = _changed(fit, _stage_settings(fit, count), replace(fit.hardware, machines=()))
         if larger is not None and larger.plan is not None:
-            missing = math.ceil(sum(gpu_shares(larger.layout))) - num_gpus if num_gpus else 0
-            yield Alternative(settings=_stage_settings(fit, count), num_missing_gpus=max(missing, 0), fit=larger)
+            missing = max(1, math.ceil(_num_asked(larger.layout)) - num_gpus) if num_gpus else 0
+            yield Alternative(settings=_stage_settings(fit, count), num_missing_gpus=missing, fit=larger)
             return
 
 
@@ -386,7 +484,7 @@ def _small(config: EngineConfig) -> dict[str, object]:
 def _first(fit: Fit, changes: Sequence[Mapping[str, object]]) -> Alternative | None:
     """Return the first of several changes with which the engine fits; None if it does with none of them."""
     for settings in changes:
-        other = _changed(fit, settings, fit.machines)
+        other = _changed(fit, settings)
         if other is None or other.plan is None:
             continue
         if "max_model_len" in settings:  # say how long, rather than "as long as can be"
@@ -435,28 +533,43 @@ def describe_fit(config: EngineConfig, machines: tuple[Machine, ...] | None = No
     """
     is_described = machines is not None
     if machines is None:
-        hardware = Hardware.of_this_machine()
-        if not os.environ.get("RAY_ADDRESS"):  # else Ray may find GPUs elsewhere
-            machines = (Machine(hardware.num_gpus, hardware.gpu_memory_bytes),)
+        hardware = _of_this_machine()
     else:
         if config.parallel.device == "cpu":
             raise ConfigError("--gpus describes GPUs, and device=cpu uses none", got="both", expected="one of them")
         hardware = described_hardware(machines)
-    fit = check_fit(config, hardware, machines)
+    fit = check_fit(config, hardware)
     by_memory = layers_by_memory(fit) if fit.plan else None
+    cuts = possible_cuts(fit)
+    advised = advised_cut(cuts)
     resolved = config if fit.plan is None else fit.plan.resolved_config()
     return {
         "config": resolved.model_dump(mode="json"),
         "plan": None if fit.plan is None else fit.plan.describe(),
-        "hardware": asdict(hardware),
+        "hardware": {name: value for name, value in asdict(hardware).items() if name != "machines"},
         "fit": fit.describe()
         | {
             "is_described": is_described,
             "alternatives": [] if fit.plan else [each.describe() for each in alternatives(fit)],
             "layers_by_memory": None if by_memory is None else by_memory.describe(),
-            "other_numbers_of_stages": [
-                {"num_stages": len(other.layout.layers), "fits": other.plan is not None, **summary_of(other)}
-                for other in other_numbers_of_stages(fit)
-            ],
+            "cuts": [{"is_planned": cut is fit, "is_advised": cut is advised, **_described_cut(cut)} for cut in cuts],
         },
     }
+
+
+def _described_cut(cut: Fit) -> dict[str, Any]:
+    """Return the numbers of stages and members, and what they hold and how fast they are, as plain data."""
+    return {
+        "num_stages": len(cut.layout.layers),
+        "tensor_parallel_size": cut.layout.model.num_members,
+        "fits": cut.plan is not None,
+        "tokens_per_s_of_one": round(cut.tokens_per_s(1)),
+        "tokens_per_s": round(cut.tokens_per_s(num_requests)) if (num_requests := _at_once(cut)) else 0,
+        **summary_of(cut),
+    }
+
+
+def _of_this_machine() -> Hardware:
+    """Return what this machine has; without its machine's GPUs one by one where a cluster may have others."""
+    hardware = Hardware.of_this_machine()
+    return replace(hardware, machines=()) if os.environ.get("RAY_ADDRESS") else hardware

@@ -1,46 +1,128 @@
-"""How many layers each stage gets: as configured, or so that the slowest stage is as fast as possible."""
+"""How many layers each stage gets: as configured, or so that the slowest stage is as fast as possible.
+
+Where GPUs differ, what their memory holds is weighed against that.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from operator import le
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig
 from raypp.models.draft_head_config import DraftHeadConfig
+from raypp.models.sizes import kv_bytes_per_token, layer_sizes, state_bytes_per_row
 from raypp.plan.cost_model import DECODE_ROWS, StepCosts, estimated_costs
 from raypp.plan.graph_plan import max_step_rows
+from raypp.plan.hardware import StageGpus
+from raypp.plan.stage_memory import StageMemory, block_mix, num_snapshots, num_state_rows
 from raypp.scheduler.drafts import SHADOW_SHARE
 
 _ROUNDING = 1e-9  # sums of costs that are equal on paper
+_MORE = 0.02
+"""Requests by which partitions differ."""
 
 
 def layers_per_stage(
-    config: EngineConfig, model: ModelConfig, head: DraftHeadConfig | None, dtype_bytes: int, device: str
+    config: EngineConfig, num_layers: int, costs: Sequence[StepCosts], room: RoomFor | None = None
 ) -> list[int]:
     """Return the number of layers of each stage.
 
+    By default the slowest stage is as fast as can be. Where stages have memory of different sizes, that is weighed
+    against the requests for which it suffices: as many as possible per time of the slowest stage, see `_weighed`.
+
     Args:
         config: Of the engine.
-        model: Its sizes.
-        head: What drafts on the last stage; None: nothing does, or n-grams.
-        dtype_bytes: Of a weight.
-        device: Of the stages.
+        num_layers: Of the model.
+        costs: Of a step, for each stage.
+        room: Returns the stages' room, given how many requests are to run at once; None: it is not weighed.
 
     Raises:
         ConfigError: what is configured does not add up to the model.
     """
-    num_stages, explicit = config.parallel.num_stages, config.parallel.layer_partition
+    explicit = config.parallel.layer_partition
     if explicit is None:
-        num_rows = min(DECODE_ROWS, max_step_rows(config))
-        num_proposed = 0.0 if head is None else float(config.speculative.max_drafts)
-        if config.speculative.num_speculative_tokens is None:
-            num_proposed *= SHADOW_SHARE  # while all stages are busy; one request waits for their sum
-        costs = estimated_costs(
+        weighed = None if room is None else _weighed(costs, room, _most_requests(config))
+        return weighed or fastest_partition(costs)
+    if sum(explicit) != num_layers:
+        raise ConfigError(
+            "layer_partition does not add up to the model's layers",
+            got=f"{explicit}, {sum(explicit)} layers",
+            expected=f"{num_layers} layers",
+        )
+    return list(explicit)
+
+
+def _most_requests(config: EngineConfig) -> int:
+    """Return how many requests stages are cut for: as many rows for each as its costs are for."""
+    return min(config.scheduler.max_num_seqs, DECODE_ROWS * config.parallel.num_stages)
+
+
+def _weighed(costs: Sequence[StepCosts], room: RoomFor, most: int) -> list[int] | None:
+    """Return the layers with the most requests per time of the slowest stage; None: no layers fit.
+
+    From no request on, the fastest partition that holds more than the one before, until none does or all run.
+    """
+    best, best_score, wanted = None, -1.0, 0.0
+    while True:
+        try:
+            layers = fastest_partition(costs, room(wanted))
+        except ResourceError:
+            return best
+        held = _requests_held(layers, room, wanted, most)
+        score = held / max(stage_costs(costs, layers))
+        if score > best_score:
+            best, best_score = layers, score
+        if held >= most:
+            return best
+        wanted = held + _MORE
+
+
+def _requests_held(layers: Sequence[int], room: RoomFor, at_least: float, most: float) -> float:
+    """Return for how many requests a partition has room."""
+    low, high = at_least, float(most)
+    if room(high).holds(layers):
+        return high
+    while high - low > _MORE / 2:
+        middle = (low + high) / 2
+        low, high = (middle, high) if room(middle).holds(layers) else (low, middle)
+    return low
+
+
+def costs_of(
+    config: EngineConfig,
+    model: ModelConfig,
+    head: DraftHeadConfig | None,
+    dtype_bytes: int,
+    device: str,
+    gpus: Sequence[StageGpus],
+    *,
+    num_rows: int | None = None,
+    kv_bytes: Sequence[float] | None = None,
+) -> list[StepCosts]:
+    """Return the costs of a step for each stage, with the prompts and drafts that it usually has.
+
+    Args:
+        config: Of the engine.
+        model: Its sizes, or those of one member of a stage.
+        head: What drafts on the last stage; None: nothing does, or n-grams.
+        dtype_bytes: Of a weight.
+        device: Of the stages.
+        gpus: Of each stage.
+        num_rows: That decode; None: as many as stages are cut for.
+        kv_bytes: See `estimated_costs`.
+    """
+    num_rows = num_rows or min(DECODE_ROWS, max_step_rows(config))
+    num_proposed = 0.0 if head is None else float(config.speculative.max_drafts)
+    if config.speculative.num_speculative_tokens is None:
+        num_proposed *= SHADOW_SHARE  # while all stages are busy; one request waits for their sum
+    costs = {
+        gpu: estimated_costs(
             model,
             dtype_bytes,
             on_gpu=device == "cuda",
@@ -49,15 +131,17 @@ def layers_per_stage(
             num_verified=config.speculative.usual_drafts,
             num_proposed=num_proposed,
             drafting_bytes=0 if head is None else head.drafting_bytes(num_proposed, dtype_bytes),
+            kv_bytes=kv_bytes,
+            gpu=gpu,
         )
-        return fastest_partition(costs, num_stages)
-    if sum(explicit) != model.num_layers:
-        raise ConfigError(
-            "layer_partition does not add up to the model's layers",
-            got=f"{explicit}, {sum(explicit)} layers",
-            expected=f"{model.num_layers} layers",
-        )
-    return list(explicit)
+        for gpu in {of_stage.weakest for of_stage in gpus}
+    }
+    return [costs[of_stage.weakest] for of_stage in gpus]
+
+
+def stage_costs(costs: Sequence[StepCosts], layers: Sequence[int]) -> list[float]:
+    """Return what each stage costs with so many layers, given the costs of a step for each."""
+    return [of_stage.of_stages(layers)[index] for index, of_stage in enumerate(costs)]
 
 
 def prompt_tokens_of_step(config: EngineConfig, num_rows: int) -> int:
@@ -83,26 +167,57 @@ class LayerRoom:
         taken = [*accumulate(sorted(self.layer_bytes))]
         return [bisect_right(taken, room) for room in self.stage_bytes]
 
-
-def fastest_partition(costs: StepCosts, num_stages: int, room: LayerRoom | None = None) -> list[int]:
-    """Return the layers of each stage for which the slowest one is fastest; see `partition_layers`."""
-    return partition_layers(
-        costs.layers,
-        num_stages,
-        first_stage_cost=costs.first_stage,
-        last_stage_cost=costs.last_stage,
-        room=room,
-    )
+    def holds(self, layers: Sequence[int]) -> bool:
+        """Return whether the stages have room for so many layers each."""
+        taken, ends = [0, *accumulate(self.layer_bytes)], [0, *accumulate(layers)]
+        needed = [taken[end] - taken[start] for start, end in pairwise(ends)]
+        return all(map(le, needed, self.stage_bytes))
 
 
-def partition_layers(
-    layer_costs: Sequence[float],
-    num_stages: int,
+def layer_room(
+    config: EngineConfig,
+    model: ModelConfig,
+    memory: Sequence[StageMemory],
     *,
-    first_stage_cost: float = 0.0,
-    last_stage_cost: float = 0.0,
-    room: LayerRoom | None = None,
-) -> list[int]:
+    dtype_bytes: int,
+    kv_dtype_bytes: int,
+    num_blocks: int,
+) -> LayerRoom:
+    """Return what layers take, states of rows included, and what each stage has for them.
+
+    Args:
+        config: Of the engine.
+        model: Its sizes.
+        memory: Of each stage, without any layers.
+        dtype_bytes: Of a weight.
+        kv_dtype_bytes: Of an element of the KV cache.
+        num_blocks: KV blocks of the first group that there are to be.
+    """
+    counts = block_mix(config, model).of(num_blocks)
+    of_window = dict(zip(model.windows, counts, strict=True))
+    sizes = (config.cache.block_size, config.speculative.max_drafts, dtype_bytes)
+    of_row = state_bytes_per_row(model, *sizes, has_snapshots=num_snapshots(config) > 0)
+    num_rows = num_state_rows(config)
+    layer_bytes = [
+        size.weight_bytes
+        + num_rows * row_bytes
+        + (config.cache.block_size * token_bytes * of_window[layer.attention.window] if layer.attention else 0)
+        for size, row_bytes, token_bytes, layer in zip(
+            layer_sizes(model, dtype_bytes),
+            of_row,
+            kv_bytes_per_token(model, kv_dtype_bytes),
+            model.attention,
+            strict=True,
+        )
+    ]
+    return LayerRoom(layer_bytes, [stage.share_bytes - stage.taken_bytes - stage.kv(counts) for stage in memory])
+
+
+RoomFor = Callable[[float], LayerRoom]
+"""Returns the room for layers where so many requests are to run at once."""
+
+
+def fastest_partition(costs: Sequence[StepCosts], room: LayerRoom | None = None) -> list[int]:
     """Return the number of layers of each stage that minimizes the slowest stage's cost, every stage with at least one.
 
     Solved exactly, by two dynamic programs over prefixes: the first finds the least cost that the slowest stage can
@@ -110,17 +225,15 @@ def partition_layers(
     no other stage is slower than it need be.
 
     Args:
-        layer_costs: Of each layer, in any unit of time or bytes.
-        num_stages: P.
-        first_stage_cost: What the first stage does besides its layers (the embedding), in the same unit.
-        last_stage_cost: What the last stage does besides its layers (norm, LM head, sampling).
+        costs: Of a step, for each of P stages, in one unit of time or bytes.
         room: What layers take of the stages' memory; None: no limit.
 
     Raises:
         ConfigError: fewer layers than stages.
         ResourceError: the stages' memory does not hold all layers.
     """
-    num_layers = len(layer_costs)
+    num_stages = len(costs)
+    num_layers = len(costs[0].layers)
     if num_stages > num_layers:
         raise ConfigError(
             "more stages than layers",
@@ -128,16 +241,17 @@ def partition_layers(
             expected=f"at most {num_layers}, the model's layers",
             hint="every stage holds at least one layer",
         )
-    prefix = [0.0, *accumulate(layer_costs)]
+    prefixes = [[0.0, *accumulate(of_stage.layers)] for of_stage in costs]
     taken = [0, *accumulate([0] * num_layers if room is None else room.layer_bytes)]
     limits = [0] * num_stages if room is None else room.stage_bytes
 
     def cost(stage: int, start: int, end: int) -> float:
+        of_stage, prefix = costs[stage], prefixes[stage]
         return (
             prefix[end]
             - prefix[start]
-            + (first_stage_cost if stage == 0 else 0.0)
-            + (last_stage_cost if stage == num_stages - 1 else 0.0)
+            + (of_stage.first_stage if stage == 0 else 0.0)
+            + (of_stage.last_stage if stage == num_stages - 1 else 0.0)
         )
 
     def starts(stage: int, end: int) -> range:

@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from operator import add
 from typing import Any, cast
 
 import numpy as np
@@ -22,27 +21,17 @@ import torch
 from raypp.config.engine_config import EngineConfig
 from raypp.config.sections import SpeculativeSection
 from raypp.messages import BlockGroup, StepPlan, StepResult
-from raypp.models.attention_config import AttentionConfig
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import (
-    kv_bytes_per_token,
     layer_prefix,
     layer_sizes,
     linear_modules,
-    state_bytes_per_row,
 )
 from raypp.ops.attention import AttentionBatch
 from raypp.plan.cost_model import StepCosts, parts_of
 from raypp.plan.engine_plan import EnginePlan
-from raypp.plan.hardware import Hardware
-from raypp.plan.layer_partition import LayerRoom, even_partition, fastest_partition
-from raypp.plan.stage_memory import (
-    block_mix,
-    num_snapshots,
-    num_state_rows,
-    stage_budget_bytes,
-    stage_weight_bytes,
-)
+from raypp.plan.layer_partition import LayerRoom, even_partition, fastest_partition, layer_room
+from raypp.plan.stage_memory import stage_weight_bytes
 from raypp.request import Request
 from raypp.sampling_params import SamplingParams
 from raypp.scheduler.scheduler import Scheduler
@@ -462,7 +451,7 @@ class Tuning:
         return "\n".join(f"# {comment}" for comment in comments) + "\n\n" + self.config.to_toml()
 
 
-def tune_partition(plan: EnginePlan, hardware: Hardware, measured: MeasuredCosts) -> Tuning:
+def tune_partition(plan: EnginePlan, measured: MeasuredCosts) -> Tuning:
     """Return the split whose slowest stage is fastest, by the times that were measured, among those that fit.
 
     Raises:
@@ -470,12 +459,12 @@ def tune_partition(plan: EnginePlan, hardware: Hardware, measured: MeasuredCosts
     """
     num_layers, num_stages = plan.model.num_layers, plan.config.parallel.num_stages
     costs = measured.step_costs()
-    room = layer_room(plan, hardware)
+    room = room_of(plan)
 
     def split(layers: list[int]) -> Split:
         return Split(layers=tuple(layers), stage_ms=tuple(costs.of_stages(layers)))
 
-    best = fastest_partition(costs, num_stages, room)
+    best = fastest_partition([costs] * num_stages, room)
     return Tuning(
         config=plan.asked.with_settings(layer_partition=best),
         measured=measured,
@@ -486,28 +475,20 @@ def tune_partition(plan: EnginePlan, hardware: Hardware, measured: MeasuredCosts
     )
 
 
-def layer_room(plan: EnginePlan, hardware: Hardware) -> LayerRoom:
+def room_of(plan: EnginePlan) -> LayerRoom:
     """Return what layers take, with KV blocks for at least one longest request, and what each stage has for them."""
-    model, dtype_bytes = plan.held_model, plan.dtype_bytes
     cache = plan.config.cache
-    # Blocks that were asked for are needed; else as many as the longest request takes, and the null block.
-    num_blocks = cache.num_kv_blocks or 1 + -(-plan.max_model_len // cache.block_size)
-    of_windows = dict(zip(model.windows, block_mix(plan.config, model).of(num_blocks), strict=True))
-    sizes = (cache.block_size, plan.config.speculative.max_drafts, dtype_bytes)
-    of_row = state_bytes_per_row(model, *sizes, has_snapshots=num_snapshots(plan.config) > 0)
-    of_states = [num_bytes * num_state_rows(plan.config) for num_bytes in of_row]
-    kv_bytes = [
-        of_windows[attention.window] * cache.block_size * token_bytes
-        if isinstance(attention, AttentionConfig)
-        else rows
-        for attention, token_bytes, rows in zip(
-            model.attention, kv_bytes_per_token(model, plan.kv_dtype_bytes), of_states, strict=True
-        )
-    ]
-    besides = stage_weight_bytes(model, [0] * len(plan.stages), dtype_bytes)
-    besides[-1] += plan.stages[-1].draft_head_bytes
-    budget_bytes = stage_budget_bytes(plan.config, hardware, model, device=plan.device, dtype_bytes=dtype_bytes)
-    return LayerRoom(
-        layer_bytes=list(map(add, [size.weight_bytes for size in layer_sizes(model, dtype_bytes)], kv_bytes)),
-        stage_bytes=[budget_bytes - taken for taken in besides],
+    weight_bytes = stage_weight_bytes(plan.held_model, [0] * len(plan.stages), plan.dtype_bytes)
+    weight_bytes[-1] += plan.stages[-1].draft_head_bytes
+    return layer_room(
+        plan.config,
+        plan.held_model,
+        [
+            replace(stage, weight_bytes=weights, row_bytes=0, block_bytes=(0,) * len(stage.block_bytes))
+            for stage, weights in zip(plan.memory, weight_bytes, strict=True)
+        ],
+        dtype_bytes=plan.dtype_bytes,
+        kv_dtype_bytes=plan.kv_dtype_bytes,
+        # Blocks that were asked for are needed; else as many as the longest request takes, and the null block.
+        num_blocks=cache.num_kv_blocks or 1 + -(-plan.max_model_len // cache.block_size),
     )

@@ -18,10 +18,10 @@ from typing import NamedTuple
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError, page
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import LOGIT_BYTES, embedding_bytes, layer_sizes, lm_head_bytes, mlp_width, qkv_width
+from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes, logit_row_bytes, mlp_width, qkv_width
 from raypp.ops.sample.draw_sizes import draw_bytes
 from raypp.plan.graph_plan import graph_spec, max_step_rows
-from raypp.plan.hardware import Hardware
+from raypp.plan.hardware import Hardware, StageGpus
 from raypp.sampling_params import (
     MAX_BAD_WORD_SPELLINGS,
     MAX_BAD_WORD_TOKENS,
@@ -181,6 +181,7 @@ def memory_of_stages(
     model: ModelConfig,
     *,
     device: str,
+    gpus: Sequence[StageGpus],
     dtype_bytes: int,
     weight_bytes: Sequence[int],
     block_bytes: Sequence[Sequence[int]],
@@ -192,9 +193,10 @@ def memory_of_stages(
 
     Args:
         config: The shares of a GPU.
-        hardware: Its memory, or the machine's.
+        hardware: The memory of a machine without GPUs.
         model: Sizes of a step's tensors.
         device: `cpu` or `cuda`.
+        gpus: Of each stage.
         dtype_bytes: Of weights and activations.
         weight_bytes: Of each stage.
         block_bytes: What a KV block of each group takes on each stage.
@@ -202,14 +204,18 @@ def memory_of_stages(
         speculation_bytes: What speculation keeps on each stage, weights and KV aside.
         item_bytes: What images take on the first stage.
     """
-    share_bytes, step_bytes, graph_bytes, library_bytes = hardware.memory_bytes, 0, 0, 0
+    share, step_bytes, graph_bytes, library_bytes = 1.0, 0, 0, 0
+    device_bytes = [hardware.memory_bytes] * len(gpus)
     if device != "cpu":
-        share_bytes, step_bytes, graph_bytes, library_bytes = _gpu_share(config, hardware, model, dtype_bytes)
+        share = config.cache.gpu_memory_utilization * config.parallel.stage_num_gpus
+        device_bytes = [of_stage.weakest.memory_bytes for of_stage in gpus]
+        step_bytes, library_bytes = _step_bytes(config, model, dtype_bytes), _LIBRARY_BYTES
+        graph_bytes = graph_spec(config, model, "cuda", dtype_bytes).planned_bytes
     num_staged = num_staged_blocks(config, block_bytes)
     return tuple(
         StageMemory(
-            device_bytes=hardware.memory_bytes if device == "cpu" else hardware.gpu_memory_bytes,
-            share_bytes=share_bytes,
+            device_bytes=there,
+            share_bytes=int(there * share),
             weight_bytes=weights,
             step_bytes=step_bytes + (0 if device == "cpu" else num_staged * sum(block)),
             graph_bytes=graph_bytes,
@@ -220,8 +226,8 @@ def memory_of_stages(
             row_bytes=states,
             num_rows=num_state_rows(config) if any(row_bytes) else 0,
         )
-        for index, (weights, block, states, kept) in enumerate(
-            zip(weight_bytes, block_bytes, row_bytes, speculation_bytes, strict=True)
+        for index, (there, weights, block, states, kept) in enumerate(
+            zip(device_bytes, weight_bytes, block_bytes, row_bytes, speculation_bytes, strict=True)
         )
     )
 
@@ -345,24 +351,6 @@ def with_fitting_rows(
     return at(low)
 
 
-def stage_budget_bytes(
-    config: EngineConfig, hardware: Hardware, model: ModelConfig, *, device: str, dtype_bytes: int
-) -> int:
-    """Return what a stage may spend on weights and KV: its share of a GPU less what a step takes, or all main memory.
-
-    Args:
-        config: The shares of a GPU.
-        hardware: Its memory, or the machine's.
-        model: Sizes of a step's tensors.
-        device: `cpu` or `cuda`.
-        dtype_bytes: Of weights and activations.
-    """
-    if device == "cpu":
-        return hardware.memory_bytes
-    share_bytes, *taken = _gpu_share(config, hardware, model, dtype_bytes)
-    return share_bytes - sum(taken)
-
-
 def check_main_memory(memory: Sequence[StageMemory], kv_bytes: Sequence[int], num_members: int = 1) -> None:
     """Refuse a stage that a machine without GPUs cannot hold, even if no other stage shares it.
 
@@ -482,16 +470,6 @@ def longest_request(config: EngineConfig, model: ModelConfig, mix: BlockMix, num
     return asked
 
 
-def _gpu_share(
-    config: EngineConfig, hardware: Hardware, model: ModelConfig, dtype_bytes: int
-) -> tuple[int, int, int, int]:
-    """Return a stage's bytes of a GPU, and how many of them a step's tensors, recordings and libraries take."""
-    share = config.cache.gpu_memory_utilization * config.parallel.stage_num_gpus
-    graph_bytes = graph_spec(config, model, "cuda", dtype_bytes).planned_bytes
-    step_bytes = _step_bytes(config, model, dtype_bytes)
-    return int(hardware.gpu_memory_bytes * share), step_bytes, graph_bytes, _LIBRARY_BYTES
-
-
 def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> int:
     """Return what the largest step's tensors take at once: a layer's widest ones, or the logits and their copies.
 
@@ -503,7 +481,7 @@ def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> i
     layer_bytes = tokens * widest * dtype_bytes
     most_positions = num_rows * (1 + config.speculative.max_drafts)
     num_logits = min(most_positions, max(tokens, num_rows))
-    logits_bytes = num_logits * model.vocab_size * (LOGIT_BYTES + _REPORT_BYTES)
+    logits_bytes = num_logits * (logit_row_bytes(model) + model.vocab_size * _REPORT_BYTES)
     num_table_rows = config.scheduler.max_num_seqs + NUM_PADDING_ROWS
     table_bytes = num_table_rows * (_SAMPLER_ROW_BYTES + model.vocab_size * _SAMPLER_BITS // 8)
     mask_bytes = most_positions * model.vocab_size // 8
@@ -559,19 +537,22 @@ def max_copied_blocks(block_bytes: Sequence[Sequence[int]]) -> int:
     return max(1, _BYTES_PER_PLAN // max(1, *map(max, block_bytes)))
 
 
-def check_cpu_memory(config: EngineConfig, hardware: Hardware, cpu_kv_bytes: Sequence[int]) -> None:
+def check_cpu_memory(
+    config: EngineConfig, hardware: Hardware, cpu_kv_bytes: Sequence[int], num_members: int = 1
+) -> None:
     """Refuse blocks and snapshots that a machine with GPUs has no main memory for.
 
     Args:
         config: Where the stages are to run.
         hardware: The main memory of a machine; 0, if not known, passes.
-        cpu_kv_bytes: What they take of each stage.
+        cpu_kv_bytes: What they take of each stage, or of a member of it.
+        num_members: Of each stage, on one machine.
 
     Raises:
         ResourceError: says how much stages that are on one machine need together.
     """
     together = cpu_kv_bytes if _share_a_machine(config, hardware) else [max(cpu_kv_bytes)]
-    needed, there = sum(together), hardware.memory_bytes
+    needed, there = num_members * sum(together), hardware.memory_bytes
     if not there or needed <= _MOST_OF_MEMORY * there:
         return
     raise ResourceError(
@@ -579,7 +560,7 @@ def check_cpu_memory(config: EngineConfig, hardware: Hardware, cpu_kv_bytes: Seq
         got=f"{there / 2**30:.2f} GiB of main memory",
         expected=f"{needed / 2**30:.2f} GiB for those of {len(together)} of {len(cpu_kv_bytes)} stages to be at most "
         f"{_MOST_OF_MEMORY:.0%} of it",
-        hint="lower cpu_kv_bytes; it is for each stage",
+        hint="lower cpu_kv_bytes; it is for each stage, and for each member of one",
     )
 
 
@@ -588,5 +569,5 @@ def _share_a_machine(config: EngineConfig, hardware: Hardware) -> bool:
     parallel = config.parallel
     if parallel.placement == "strict_pack":
         return True
-    has_room = hardware.num_machines == 1 and parallel.num_stages * parallel.stage_num_gpus <= hardware.num_gpus
-    return parallel.placement == "pack" and has_room
+    num_asked = parallel.num_stages * parallel.tensor_parallel_size * parallel.stage_num_gpus
+    return parallel.placement == "pack" and hardware.num_machines == 1 and num_asked <= hardware.num_gpus

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any, cast
 
 import pytest
 
 from raypp.actors import placement
 from raypp.actors.deadline import Deadline
-from raypp.actors.placement import Node, check_capacity, order_stages
+from raypp.actors.placement import Node, Placement, check_capacity, order_stages
 from raypp.errors import EngineDeadError, ResourceError
 
 
@@ -32,6 +33,16 @@ def test_links_cross_nodes_as_seldom_as_can_be():
     nodes = [place.node_id for place in places]
     assert sum(a != b for a, b in itertools.pairwise(nodes)) == 2
     assert nodes[0] == "b"
+
+
+def test_stages_are_on_the_nodes_whose_gpus_they_were_planned_for():
+    places = order_stages({0: "b", 1: "a", 2: "b"}, "a")
+    found = Placement(cast(Any, "group"), "a", places, (), {})
+    arranged = found.arranged(["b", "", "b"])  # the driver's has no name where no other is known
+    assert [(place.bundle_index, place.node_id) for place in arranged.stages] == [(0, "b"), (1, "a"), (2, "b")]
+    with pytest.raises(ResourceError, match="placed on other machines") as caught:
+        found.arranged(["a", "a", "b"])
+    assert caught.value.got == "nodes a, b, b"
 
 
 @pytest.mark.parametrize("strategy", ["pack", "spread", "strict_pack", "strict_spread"])

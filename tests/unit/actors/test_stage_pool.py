@@ -13,8 +13,9 @@ from raypp.actors.placement import BundlePlace, Placement
 from raypp.actors.processes import ActorProcess
 from raypp.actors.stage_pool import StagePool
 from raypp.config.engine_config import EngineConfig
+from raypp.errors import ResourceError
 from raypp.plan.engine_plan import EnginePlan, plan_engine
-from raypp.plan.hardware import Hardware
+from raypp.plan.hardware import Gpu, Hardware, Machine, described_hardware
 
 BUNDLES = [{"CPU": 0.01}] * 3
 
@@ -97,6 +98,21 @@ def test_stages_that_stand_by_serve_again_and_others_are_replaced(ray: FakeRay) 
     assert [actor.number for actor in pool.actors] == [3, 1, 4]
     assert pool.num_kept == 1
     assert pool.processes == {1: "process 1"}
+
+
+def test_stages_planned_for_gpus_that_differ_are_made_where_these_are(ray: FakeRay) -> None:
+    small, large = Gpu(24 << 30), Gpu(48 << 30)
+    machines = Machine((small, large), node_id="there"), Machine((large,))  # the driver's
+    unlike = plan_engine(EngineConfig.from_flat("tiny", num_stages=3), described_hardware(machines))
+    pool = StagePool(None)
+    pool.place(placement("here", "there", "there"), BUNDLES)
+    made = pool.make(unlike)
+    assert [(place.bundle_index, place.node_id) for place in made.stages] == [(1, "there"), (2, "there"), (0, "here")]
+    assert [spec.device for spec in unlike.stage_specs()] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert pool.placement_of(BUNDLES) is made
+    pool.place(placement("here", "here", "there"), BUNDLES)
+    with pytest.raises(ResourceError, match="placed on other machines"):
+        pool.make(unlike)
 
 
 def test_a_stopped_stage_is_not_asked(ray: FakeRay) -> None:

@@ -291,15 +291,14 @@ def test_unknown_environment_variable(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 
 def describe(config: EngineConfig) -> dict[str, Any]:
-    cpu = check_fit(EngineConfig.from_flat("tiny"), Hardware(2), None)
+    cpu = check_fit(EngineConfig.from_flat("tiny"), Hardware(2))
     return {
         "config": config.model_dump(mode="json"),
         "plan": {
             "stages": [{"layers": "0-9", "kv_bytes": 12345678}, {"layers": "9-12", "note": None}],
             "num_blocks": 7,
         },
-        "fit": cpu.describe()
-        | {"is_described": False, "alternatives": [], "layers_by_memory": None, "other_numbers_of_stages": []},
+        "fit": cpu.describe() | {"is_described": False, "alternatives": [], "layers_by_memory": None, "cuts": []},
     }
 
 

@@ -12,7 +12,7 @@ from raypp.cli.info import fit_lines
 from raypp.cli.main import main
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.fit import describe_fit
-from raypp.plan.hardware import Hardware, read_machines
+from raypp.plan.hardware import Hardware, Machine, read_machines
 
 _SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
 
@@ -36,7 +36,7 @@ def test_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert " ".join(lines[header].split()) == columns
     assert lines[header + 1].split()[:5] == ["0", "0-18", "22.35", "20.12", "7.99"]
     assert ["8,192", "16", "KV", "cache"] in [line.split() for line in lines]
-    assert [line for line in lines if line.startswith("Estimates:")][1].startswith("Estimates: the GPUs' memory")
+    assert [line.split()[1] for line in lines if line.startswith("Estimates:")] == ["CUDA", "tokens/s,", "the"]
 
 
 def test_blocks_in_cpu_memory_are_said() -> None:
@@ -50,10 +50,16 @@ def test_blocks_in_cpu_memory_are_said() -> None:
     assert "snapshots of states that had to make room: in each stage's machine up to 3" in line
 
 
-def test_gpus_that_no_stage_has_are_said() -> None:
-    note = "1 GPU not used: --num-stages 2 plans for all (the default is 1 stage)."
-    assert note in _lines("qwen3-8b", "2x24GB")
-    assert not any("not used" in line for line in _lines("qwen3-8b", "2x24GB", num_stages=2))
+def test_stages_and_members_are_advised() -> None:
+    lines = _lines("qwen3-8b", "2x24GB")
+    rows = [line.split() for line in lines]
+    assert ["stages", "members", "room", "of", "1", "of", "all"] in rows
+    assert ["1", "2", "KV", "cache"] in [row[:4] for row in rows]
+    assert "raypp would take --num-stages 1 --tensor-parallel-size 2: most tokens/s of all that run at once," in lines
+    assert any("with NVLink between members" in line for line in lines)
+    assert not any("would take" in line for line in _lines("qwen3-8b", "1x24GB")), "there is no choice"
+    assert not any("would take" in line for line in _lines("qwen3-32b", "2x24GB")), "none fits"
+    assert ["2", "1", "does", "not", "fit"] in [line.split() for line in _lines("qwen3-32b", "2x24GB")]
 
 
 def test_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,10 +88,12 @@ def test_machines_and_their_stages() -> None:
     lines = _lines("qwen3-14b", "2x24GB+2x24GB", num_stages=4)
     assert lines[0].endswith("4 stages on 2 machines with 2 GPUs of 22.35 GiB")
     assert any(line.startswith("2 machines: one Ray cluster over them") for line in lines)
-    assert "  stages                                                room" in lines
     mixed = _lines("qwen3-8b", "1x24GB+1x80GB", num_stages=2)
     assert mixed[0].endswith("on 1 machine with 1 GPU of 22.35 GiB and 1 machine with 1 GPU of 74.51 GiB")
-    assert "GPUs differ: every stage is planned for the smallest, 22.35 GiB." in mixed
+    assert "Stage 1 is the fullest: it sets how many KV blocks all stages have." in mixed
+    one_machine = _lines("qwen3-8b", "2x24GB+80GB")
+    assert one_machine[0].endswith("1 stage on 2 GPUs of 22.35 GiB and 1 GPU of 74.51 GiB")
+    assert any(line.startswith("GPUs differ: stages that do not take all") for line in one_machine)
 
 
 def test_an_encoder_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,13 +114,13 @@ def test_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
 def test_stages_share_the_one_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a cluster is named, which may have more."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(Hardware, "of_this_machine", lambda: Hardware(num_cpu_cores=2, memory_bytes=24 << 30))
+    monkeypatch.setattr(Hardware, "of_this_machine", lambda: Hardware(2, 24 << 30, machines=(Machine(()),)))
     options = ("--num-stages", "2", "--device", "cpu")
     assert _info("qwen3-8b", *options) == 1
     out = capsys.readouterr().out
     assert "It does not fit: the stages together do not fit this machine's memory.\n  got: 24.00 GiB" in out
     assert "No smaller settings fit.\n  more machines, in one Ray cluster" in out
-    monkeypatch.setattr(Hardware, "of_this_machine", lambda: Hardware(num_cpu_cores=2, memory_bytes=32 << 30))
+    monkeypatch.setattr(Hardware, "of_this_machine", lambda: Hardware(2, 32 << 30, machines=(Machine(()),)))
     assert _info("qwen3-8b", *options) == 0  # weights 30.5 GiB, KV blocks 0.5
     capsys.readouterr()
     for name, other in (("--kv-cache-bytes", "--kv-cache-bytes 536870912"), ("--cpu-kv-bytes", "--cpu-kv-bytes 0")):
@@ -153,7 +161,7 @@ def test_the_whole_description(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--gpus", "80GB"], ["--gpus does not describe GPUs", "got: 80GB", "e.g. 4x80GB"]),
+        (["--gpus", "H100"], ["--gpus does not describe GPUs", "got: H100", "e.g. 4x80GB"]),
         (["--gpus", "1x24GB", "--start"], ["--start and --gpus exclude each other", "hint: "]),
         (["--tool-call-parser", "foo"], ["unknown syntax", "got: foo"]),
         (["--trace", "/nosuch/x.json"], ["/nosuch/x.json", "hint: mkdir -p /nosuch"]),

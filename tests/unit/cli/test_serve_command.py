@@ -17,6 +17,7 @@ from raypp.cli.main import EntryPoints, main
 from raypp.config.engine_config import EngineConfig
 from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.errors import ConfigError
+from raypp.plan.hardware import Gpu, Hardware, Machine
 from serve_app.app import split_arguments
 
 ROOT = Path(__file__).parents[3]
@@ -82,6 +83,37 @@ def test_defaults() -> None:
     assert main(["serve", "tiny"], entry_points=EntryPoints(serve=server)) == 0
     assert server.address == HttpAddress(host="127.0.0.1", port=8000, app_name="raypp", route_prefix="/")
     assert server.settings == HttpSettings()
+
+
+@pytest.mark.parametrize(
+    ("options", "num_stages", "num_members"),
+    [
+        ([], 1, 2),
+        (["--num-stages", "1"], 1, 1),
+        (["--tensor-parallel-size", "1"], 1, 1),
+        (["--num-replicas", "2"], 1, 1),  # which share the GPUs
+        (["--device", "cpu"], 1, 1),
+    ],
+)
+def test_on_several_gpus_what_info_advises_is_taken(
+    options: list[str],
+    num_stages: int,
+    num_members: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    machine = Machine((Gpu(140 << 30, "NVIDIA H200"),) * 2)
+    hardware = Hardware(32, 1 << 38, 2, "NVIDIA H200", 140 << 30, (9, 0), machines=(machine,))
+    monkeypatch.setattr(Hardware, "of_this_machine", lambda: hardware)
+    server, model = FakeServer(), str(ROOT / "benchmarks" / "models" / "qwen3-8b")
+    assert main(["serve", model, *options], entry_points=EntryPoints(serve=server)) == 0
+    assert server.config is not None
+    parallel = server.config.parallel
+    assert (parallel.num_stages, parallel.tensor_parallel_size) == (num_stages, num_members)
+    said = "num_stages=1, tensor_parallel_size=2, as `raypp info` advises" in capsys.readouterr().err
+    assert said == (not options)
+    assert server.read_again() == server.config
 
 
 @pytest.mark.parametrize(

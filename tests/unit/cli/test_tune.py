@@ -39,7 +39,7 @@ class Measuring:
             first_stage_ms=0.1,
             last_stage_ms=2.5,
         )
-        return tune_partition(plan_engine(config, MACHINE), MACHINE, measured)
+        return tune_partition(plan_engine(config, MACHINE), measured)
 
 
 def _tune(measuring: Measuring, *argv: str) -> int:

@@ -94,6 +94,19 @@ def test_stages_of_one_machine_share_its_main_memory(placement, num_machines, gi
     assert caught.value.got == "128.00 GiB of main memory"
 
 
+@pytest.mark.parametrize(("gib", "num_gpus", "fits"), [(27, 4, True), (28, 4, False), (54, 2, True), (55, 2, False)])
+def test_members_of_a_stage_share_the_main_memory_of_its_machine(gib, num_gpus, fits):
+    """Two stages of two members: all four on one machine if it has as many GPUs."""
+    hardware = Hardware(16, 128 << 30, num_gpus, "GPU", 80 << 30, (9, 0))
+    settings = {"device": "cuda", "num_stages": 2, "tensor_parallel_size": 2, "layer_partition": [3, 3]}
+    config = EngineConfig.from_flat("tiny", cpu_kv_bytes=gib << 30, **settings)
+    if fits:
+        assert plan_engine(config, hardware).num_members == 2
+        return
+    with pytest.raises(ResourceError, match="in CPU memory do not fit the machine"):
+        plan_engine(config, hardware)
+
+
 def test_nothing_is_open_in_the_resolved_config():
     config = _plan(num_stages=2).resolved_config()
     assert (config.model.dtype, config.model.max_model_len) == ("float32", 4096)

@@ -11,9 +11,10 @@ from expert_models import expert_model
 from raypp.config.engine_config import EngineConfig
 from raypp.models.config import ExpertConfig, ModelConfig
 from raypp.models.quantization import Quantization
-from raypp.plan.cost_model import estimated_costs
+from raypp.plan.cost_model import StepCosts, estimated_costs
 from raypp.plan.graph_plan import graph_spec
-from raypp.plan.layer_partition import LayerRoom, fastest_partition, layers_per_stage, partition_layers
+from raypp.plan.hardware import Gpu, StageGpus
+from raypp.plan.layer_partition import LayerRoom, costs_of, fastest_partition
 from raypp.plan.speculation_plan import draft_cost
 from raypp.plan.stage_memory import stage_weight_bytes
 from raypp.scheduler.drafts import AdaptiveDrafts
@@ -72,9 +73,12 @@ def test_a_layer_costs_more_the_more_rows_choose_its_experts() -> None:
 
 def test_the_lm_head_weighs_less_the_more_experts_are_read() -> None:
     """The last stage of a pipeline that few rows use holds fewer layers than one that many use."""
+    gpus = [StageGpus(Gpu(80 << 30))] * 2
     few, many = (
-        layers_per_stage(
-            EngineConfig.from_flat("tiny", num_stages=2, max_num_seqs=seqs), expert_model(), None, 2, "cuda"
+        fastest_partition(
+            costs_of(
+                EngineConfig.from_flat("tiny", num_stages=2, max_num_seqs=seqs), expert_model(), None, 2, "cuda", gpus
+            )
         )
         for seqs in (2, 256)
     )
@@ -84,7 +88,7 @@ def test_the_lm_head_weighs_less_the_more_experts_are_read() -> None:
 def test_dense_layers_and_sparse_ones_are_cut_by_their_own_cost_and_bytes() -> None:
     model = expert_model(num_layers=8, experts=replace(_experts(), dense_layers=frozenset(range(4))))
     costs = estimated_costs(model, 2, on_gpu=False, num_rows=32)
-    [first, second] = fastest_partition(costs, 2)
+    [first, second] = fastest_partition([costs] * 2)
     assert first > second, "the dense layers come first"
     assert costs.of_stages([first, second]) == [
         sum(costs.layers[:first]),
@@ -97,8 +101,8 @@ def test_dense_layers_and_sparse_ones_are_cut_by_their_own_cost_and_bytes() -> N
 
 def test_the_memory_holds_some_layers_and_not_others() -> None:
     room = LayerRoom(layer_bytes=[1, 1, 1, 10], stage_bytes=[3, 11])
-    assert partition_layers([1.0] * 4, 2, room=room) == [2, 2]
-    assert partition_layers([1.0, 1.0, 1.0, 9.0], 2, room=replace(room, stage_bytes=[3, 10])) == [3, 1]
+    assert fastest_partition([StepCosts(layers=[1.0] * 4)] * 2, room) == [2, 2]
+    assert fastest_partition([StepCosts(layers=[1.0, 1.0, 1.0, 9.0])] * 2, replace(room, stage_bytes=[3, 10])) == [3, 1]
     assert room.most_layers() == [3, 3]
 
 

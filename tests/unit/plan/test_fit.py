@@ -13,8 +13,16 @@ from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ModelLoadError, ResourceError
 from raypp.models.registry import resolve_config_path
 from raypp.plan.engine_plan import EnginePlan, plan_engine
-from raypp.plan.fit import Fit, alternatives, check_fit, describe_fit, layers_by_memory, other_numbers_of_stages
-from raypp.plan.hardware import Hardware, described_hardware, read_machines
+from raypp.plan.fit import (
+    Fit,
+    advised_cut,
+    alternatives,
+    check_fit,
+    describe_fit,
+    layers_by_memory,
+    possible_cuts,
+)
+from raypp.plan.hardware import Gpu, Hardware, Machine, described_hardware, read_machines
 
 _SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
 
@@ -25,7 +33,7 @@ def _config(model: str, **settings: Any) -> EngineConfig:
 
 def _fit(model: str, gpus: str, **settings: Any) -> Fit:
     machines = read_machines(gpus)
-    return check_fit(_config(model, **settings), described_hardware(machines), machines)
+    return check_fit(_config(model, **settings), described_hardware(machines))
 
 
 def _plan(model: str, gpus: str, **settings: Any) -> EnginePlan:
@@ -154,13 +162,91 @@ def test_what_nothing_helps() -> None:
     assert alternatives(_fit("qwen3-8b", "36x1.5GB", num_stages=36)) == []
 
 
-def test_other_numbers_of_stages() -> None:
-    fits = other_numbers_of_stages(_fit("qwen3-14b", "2x24GB+4x24GB", num_stages=2))
-    assert [(len(fit.layout.layers), fit.plan is not None, fit.num_machines) for fit in fits] == [
-        (1, False, 1),
-        (4, True, 1),
-        (6, True, 2),
+def _cuts(model: str, gpus: str, **settings: Any) -> dict[tuple[int, int], Fit]:
+    """Return the possible cuts, by the numbers of stages and members."""
+    cuts = possible_cuts(_fit(model, gpus, **settings))
+    return {(len(cut.layout.layers), cut.layout.model.num_members): cut for cut in cuts}
+
+
+def test_possible_cuts() -> None:
+    cuts = _cuts("qwen3-14b", "2x24GB+4x24GB", num_stages=3)
+    assert [(*numbers, cut.plan is not None, cut.num_machines) for numbers, cut in cuts.items()] == [
+        (1, 1, False, 1),
+        (2, 1, True, 1),
+        (3, 1, True, 1),
+        (4, 1, True, 1),
+        (6, 1, True, 2),
+        (1, 2, True, 1),
+        (2, 2, True, 1),
+        (3, 2, True, 2),
+        (1, 4, True, 1),
     ]
+    assert {numbers[1] for numbers in _cuts("gpt-oss-20b", "2x80GB")} == {1}, "transformers' modules have no members"
+
+
+def _advised(model: str, gpus: str, **settings: Any) -> tuple[int, int]:
+    cuts = _cuts(model, gpus, **settings)
+    advised = advised_cut(list(cuts.values()))
+    return next(numbers for numbers, cut in cuts.items() if cut is advised)
+
+
+def test_which_stages_and_members_are_advised() -> None:
+    assert _advised("qwen3-8b", "2x24GB") == (1, 2), "each layer is read by two"
+    assert _advised("qwen3-8b", "8x80GB") == (2, 4), "sums of many rows take long, and two stages compute at once"
+    assert _advised("qwen3-235b-a22b-fp8", "8x80GB+8x80GB") == (2, 8), "members of one machine, stages of several"
+    assert _advised("qwen3-8b", "1x24GB+1x24GB") == (2, 1), "members are on one machine"
+    assert _advised("qwen3-8b", "2x80GB", prompt_tokens_per_output=20.0) == (2, 1), "prompts make sums long"
+    assert _advised("qwen3-vl-8b", "3x24GB") == (1, 2), "a GPU is an encoder's"
+    assert advised_cut(possible_cuts(_fit("qwen3-32b", "2x24GB"))) is None
+
+
+def test_members_are_advised_where_nvlink_joins_them() -> None:
+    gpus = (Gpu(80 * 10**9, "NVIDIA H100"),) * 2
+    for has_nvlink, expected in ((True, (1, 2)), (False, (2, 1))):
+        hardware = described_hardware((Machine(gpus, has_nvlink=has_nvlink),))
+        advised = advised_cut(possible_cuts(check_fit(_config("qwen3-8b", max_num_seqs=64), hardware)))
+        assert advised is not None
+        assert (len(advised.layout.layers), advised.layout.model.num_members) == expected
+
+
+def test_cuts_that_settings_exclude_are_left_out() -> None:
+    """A step of one stage would have all 256 rows."""
+    cuts = _cuts("qwen3-8b", "2x80GB", num_stages=2, max_num_batched_tokens=128)
+    assert list(cuts) == [(2, 1)]
+
+
+def test_tokens_per_second_are_those_of_the_slowest_stage() -> None:
+    one, two = _cuts("qwen3-8b", "2x80GB")[1, 1], _cuts("qwen3-8b", "2x80GB")[2, 1]
+    assert two.tokens_per_s(1) == pytest.approx(one.tokens_per_s(1), rel=0.01), "one request passes all layers"
+    assert 1.8 < two.tokens_per_s(64) / one.tokens_per_s(32) <= 2.0, "both stages compute at the same time"
+
+
+@pytest.mark.parametrize(("num_requests", "measured"), [(1, 0.669), (16, 0.733), (64, 0.858)])
+def test_members_and_stages_compare_as_was_measured(num_requests: int, measured: float) -> None:
+    """Time per token of two members, as a share of that of two stages; benchmarks/REPORT.md, "Members of a stage"."""
+    cuts = _cuts("qwen3-8b", "2x141GB")
+    estimated = cuts[2, 1].tokens_per_s(num_requests) / cuts[1, 2].tokens_per_s(num_requests)
+    assert estimated == pytest.approx(measured, abs=0.04)
+
+
+def test_each_member_of_a_stage_has_a_gpu_of_one_machine() -> None:
+    members = {"tensor_parallel_size": 2}
+    fit = _fit("qwen3-14b", "4x24GB", num_stages=4, **members)
+    assert fit.problem is not None
+    assert fit.problem.expected == "room for 4 stages of 2 members, each stage on one machine, which ask for 8 GPUs"
+    assert dict(alternatives(fit)[0].settings) == {"num_stages": 2}
+    assert [stages for stages, count in _cuts("qwen3-14b", "8x24GB", **members) if count == 2] == [1, 2, 4]
+    assert _fit("qwen3-14b", "1x24GB+1x24GB", **members).plan is None
+    assert _fit("qwen3-14b", "2x24GB+2x24GB", num_stages=2, **members).num_machines == 2
+    large = _fit("qwen3-32b", "3x24GB", num_stages=2, **members)
+    assert [each.num_missing_gpus for each in alternatives(large)] == [1]
+
+
+def test_joined_logits_are_part_of_a_step() -> None:
+    """Each member's part, and those of all, beside the logits: float32, of as many rows as a step has logits."""
+    sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 256}  # logits are what takes the most
+    one, two = (_fit("qwen3-0.6b", "2x24GB", tensor_parallel_size=count, **sizes).layout.memory[0] for count in (1, 2))
+    assert two.step_bytes - one.step_bytes == 256 * 3 * (151_936 // 2) * 4
 
 
 def test_a_plan_for_described_gpus_is_told_as_one() -> None:
@@ -184,9 +270,9 @@ def test_a_described_head_counts_its_weights_in_8_bits() -> None:
 
 def test_this_machine() -> None:
     cpu = Hardware(4, memory_bytes=8 << 30)
-    fit = check_fit(EngineConfig.from_flat("tiny"), cpu, None)
-    assert (fit.layout.device, fit.num_kv_tokens > 0, other_numbers_of_stages(fit)) == ("cpu", True, [])
-    small = check_fit(EngineConfig.from_flat("tiny", max_model_len=4096, kv_cache_bytes=1 << 22), cpu, None)
+    fit = check_fit(EngineConfig.from_flat("tiny"), cpu)
+    assert (fit.layout.device, fit.num_kv_tokens > 0, possible_cuts(fit)) == ("cpu", True, [])
+    small = check_fit(EngineConfig.from_flat("tiny", max_model_len=4096, kv_cache_bytes=1 << 22), cpu)
     assert small.plan is None
     offered = [dict(each.settings) for each in alternatives(small)]
     assert {"kv_cache_bytes": 1 << 25} in offered
@@ -198,7 +284,7 @@ def test_mistakes_are_errors() -> None:
     with pytest.raises(ConfigError, match="more than the model was made for"):
         _fit("qwen3-8b", "2x24GB", num_stages=2, max_model_len=100_000)
     with pytest.raises(ModelLoadError, match="no-such"):
-        check_fit(EngineConfig.from_flat("/no-such/model"), Hardware(1), None)
+        check_fit(EngineConfig.from_flat("/no-such/model"), Hardware(1))
 
 
 def test_of_a_hugging_face_id_the_configuration_alone_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +297,7 @@ def test_of_a_hugging_face_id_the_configuration_alone_is_downloaded(monkeypatch:
         return str(_SHAPES / "qwen3-8b")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    fit = check_fit(EngineConfig.from_flat("Qwen/Qwen3-8B"), described_hardware(read_machines("1x80GB")), None)
+    fit = check_fit(EngineConfig.from_flat("Qwen/Qwen3-8B"), described_hardware(read_machines("1x80GB")))
     assert fit.num_kv_tokens > 0
     assert not [pattern for patterns in asked for pattern in patterns if "safetensors" in pattern or "*" in pattern]
     with pytest.raises(ModelLoadError) as caught:
@@ -241,7 +327,7 @@ def test_layers_with_windows_take_the_memory_of_their_windows(tmp_path: Path) ->
         (tmp_path / "config.json").write_text(json.dumps({**values, "layer_types": layer_types}))
         machines = read_machines("2x80GB")
         config = EngineConfig.from_flat(tmp_path, num_stages=2, load_format="dummy")
-        fit = check_fit(config, described_hardware(machines), machines)
+        fit = check_fit(config, described_hardware(machines))
         assert fit.plan is not None
         kv_bytes = sum(stage.kv_cache_bytes for stage in fit.plan.stages)
         token_bytes.append(kv_bytes / fit.num_kv_tokens)

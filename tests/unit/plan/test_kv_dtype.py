@@ -13,7 +13,7 @@ from raypp.models.config import load_model_config
 from raypp.plan.engine_layout import choose_kv_dtype
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.plan.measure import layer_room
+from raypp.plan.measure import room_of
 
 _SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
 _EAGLE = {"method": "eagle3", "model": str(_SHAPES / "qwen3-8b-eagle3")}
@@ -43,12 +43,12 @@ def test_the_plan_counts_the_caches_own_bytes(speculative: dict[str, object]) ->
 
 
 def test_more_layers_fit_beside_a_smaller_cache() -> None:
-    hardware = replace(_hardware((9, 0)), gpu_memory_bytes=24 << 30)
+    plans = [_plan(kv_cache_dtype=asked, num_kv_blocks=8000) for asked in ("model", "fp8")]
     wide, narrow = (
-        layer_room(_plan(kv_cache_dtype=asked, num_kv_blocks=8000), hardware).most_layers()
-        for asked in ("model", "fp8")
+        room_of(replace(plan, memory=tuple(replace(stage, share_bytes=20 << 30) for stage in plan.memory)))
+        for plan in plans
     )
-    assert all(more > fewer for more, fewer in zip(narrow, wide, strict=True))
+    assert all(more > fewer for more, fewer in zip(narrow.most_layers(), wide.most_layers(), strict=True))
 
 
 @pytest.mark.parametrize(

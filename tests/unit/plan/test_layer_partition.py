@@ -9,8 +9,12 @@ from hypothesis import strategies as st
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
-from raypp.plan.cost_model import estimated_costs
-from raypp.plan.layer_partition import LayerRoom, even_partition, fastest_partition, partition_layers
+from raypp.plan.cost_model import StepCosts, estimated_costs
+from raypp.plan.layer_partition import LayerRoom, even_partition, fastest_partition
+
+
+def _partition(layers, num_stages, *, first=0.0, last=0.0, room=None):
+    return fastest_partition([StepCosts(layers=layers, first_stage=first, last_stage=last)] * num_stages, room)
 
 
 def _stage_costs(layers, costs, first, last):
@@ -38,16 +42,12 @@ def test_no_other_partition_is_better(problem):
         for layers in [[b - a for a, b in pairwise((0, *cuts, len(costs)))]]
         if limits is None or all(count <= limit for count, limit in zip(layers, limits, strict=True))
     ]
-    options = {
-        "first_stage_cost": first,
-        "last_stage_cost": last,
-        "room": limits and LayerRoom([1] * len(costs), limits),
-    }
+    options = {"first": first, "last": last, "room": limits and LayerRoom([1] * len(costs), limits)}
     if not possible:
         with pytest.raises(ResourceError, match="model does not fit"):
-            partition_layers(costs, num_stages, **options)
+            _partition(costs, num_stages, **options)
         return
-    layers = partition_layers(costs, num_stages, **options)
+    layers = _partition(costs, num_stages, **options)
     assert layers in possible
 
     def quality(layers):
@@ -58,21 +58,21 @@ def test_no_other_partition_is_better(problem):
 
 
 def test_the_lm_head_takes_layers_from_the_last_stage():
-    assert partition_layers([1.0] * 28, 2, last_stage_cost=10.0) == [19, 9]
-    assert partition_layers([1.0] * 36, 4, last_stage_cost=3.2) == [10, 10, 10, 6]
+    assert _partition([1.0] * 28, 2, last=10.0) == [19, 9]
+    assert _partition([1.0] * 36, 4, last=3.2) == [10, 10, 10, 6]
 
 
 def test_equal_layers_are_cut_evenly():
-    assert sorted(partition_layers([1.0] * 10, 4)) == [2, 2, 3, 3]
+    assert sorted(_partition([1.0] * 10, 4)) == [2, 2, 3, 3]
 
 
 def test_more_stages_than_layers_is_refused():
     with pytest.raises(ConfigError, match="more stages than layers"):
-        partition_layers([1.0] * 3, 4)
+        _partition([1.0] * 3, 4)
 
 
 def test_even_and_estimated_splits():
     assert even_partition(10, 4) == [3, 3, 2, 2]
     model = load_model_config(resolve_model_path("tiny"))
     for on_gpu in (False, True):  # the fixed times alone, on a GPU
-        assert fastest_partition(estimated_costs(model, 4, on_gpu=on_gpu), 2) == [4, 2]
+        assert fastest_partition([estimated_costs(model, 4, on_gpu=on_gpu)] * 2) == [4, 2]

@@ -26,7 +26,7 @@ def test_what_the_comment_says_fits(path: Path) -> None:
     assert EngineConfig.from_toml(path).model.model == f"Qwen/{claims[0][0]}", "the first model is the file's"
     for model, num_requests, num_tokens in claims:
         config = EngineConfig.from_toml(path, model=_SHAPES / model.lower())
-        fit = check_fit(config, described_hardware(machines), machines)
+        fit = check_fit(config, described_hardware(machines))
         assert fit.plan is not None, fit.problem
         assert int(num_tokens.replace(",", "")) <= fit.plan.max_model_len
         assert f"{fit.num_requests(int(num_tokens.replace(',', ''))):,}" == num_requests, f"{model}, {num_tokens}"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ResourceError
 from raypp.plan.cost_model import StepCosts, parts_of
-from raypp.plan.engine_plan import plan_engine
+from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.plan.measure import MeasuredCosts, default_context_len, layer_room, measure_costs, tune_partition
+from raypp.plan.measure import MeasuredCosts, default_context_len, measure_costs, room_of, tune_partition
 from raypp.sampling_params import SamplingParams
 
 MACHINE = Hardware(num_cpu_cores=2, memory_bytes=64 << 30)
@@ -57,7 +58,7 @@ def test_no_part_takes_negative_time(few_ms, more_ms):
 
 
 def test_a_heavy_head_takes_layers_from_the_last_stage_and_the_gain_is_said():
-    tuning = tune_partition(_plan(num_stages=2), MACHINE, _measured())
+    tuning = tune_partition(_plan(num_stages=2), _measured())
     assert tuning.best.layers == (4, 2)
     assert tuning.best.slowest_ms == pytest.approx(4.7)
     assert tuning.even.layers == (3, 3)
@@ -68,7 +69,7 @@ def test_a_heavy_head_takes_layers_from_the_last_stage_and_the_gain_is_said():
 
 
 def test_what_is_written_can_be_read_and_keeps_the_other_settings(tmp_path):
-    tuning = tune_partition(_plan(num_stages=2, block_size=8, max_model_len=64), MACHINE, _measured(last_stage_ms=0.0))
+    tuning = tune_partition(_plan(num_stages=2, block_size=8, max_model_len=64), _measured(last_stage_ms=0.0))
     path = tmp_path / "tuned.toml"
     path.write_text(tuning.to_toml())
     config = EngineConfig.from_toml(path)
@@ -77,16 +78,19 @@ def test_what_is_written_can_be_read_and_keeps_the_other_settings(tmp_path):
     assert path.read_text().startswith("# Layers per stage by `raypp tune`")
 
 
+def _with_memory(plan: EnginePlan, share_bytes: int) -> EnginePlan:
+    return replace(plan, memory=tuple(replace(stage, share_bytes=share_bytes) for stage in plan.memory))
+
+
 def test_memory_limits_the_layers_of_a_stage():
     plan = _plan(num_stages=2, max_model_len=64, num_kv_blocks=5)
     layer_bytes = plan.stages[0].weight_bytes // plan.stages[0].num_layers
-    assert layer_room(plan, MACHINE).most_layers() == [6, 6]
-    little = Hardware(num_cpu_cores=2, memory_bytes=4 * layer_bytes)
-    first, last = layer_room(plan, little).most_layers()
+    assert room_of(plan).most_layers() == [6, 6]
+    first, last = room_of(_with_memory(plan, 4 * layer_bytes)).most_layers()
     assert 1 <= first < 4
     assert 1 <= last < 4
     with pytest.raises(ResourceError, match="model does not fit"):
-        tune_partition(plan, Hardware(num_cpu_cores=2, memory_bytes=2 * layer_bytes), _measured())
+        tune_partition(_with_memory(plan, 2 * layer_bytes), _measured())
 
 
 def test_measuring_finds_times_that_add_up():
@@ -135,7 +139,7 @@ def test_layers_with_experts_and_without_are_measured_apart(tmp_path):
     assert others == [dense, sparse]
     assert dense != sparse
     assert f"{dense:.4g} or {sparse:.4g}" == measured.layer_text
-    tuning = tune_partition(plan, MACHINE, measured)
+    tuning = tune_partition(plan, measured)
     assert sum(tuning.best.layers) == 4
     assert tuning.best.slowest_ms <= tuning.even.slowest_ms
 
