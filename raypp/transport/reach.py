@@ -41,7 +41,7 @@ def check_reach(who: str, whom: str, address: str, timeout_s: float = _REACH_S) 
 
 
 def port_range() -> str:
-    """Return the ports that Linux gives out on this node where none is asked for: links between stages listen on them."""
+    """Return the ports that Linux gives out on this node where none is asked for: links between stages use them."""
     try:
         return "-".join(_PORT_RANGE.read_text().split())
     except OSError:
