@@ -21,8 +21,8 @@ import transformers  # its classes are imported where they are used: that takes 
 DENSE_FAMILIES = ("qwen3", "qwen2", "llama")
 EXPERT_FAMILIES = ("qwen3_moe", "mixtral")
 FAMILIES = DENSE_FAMILIES + EXPERT_FAMILIES
-WINDOW_FAMILIES = ("mistral", "ministral")
-"""Llama's layer with a window: in all layers, and in some."""
+WINDOW_FAMILIES = ("mistral", "ministral", "gpt_oss")
+"""With a window: in all layers, and in some."""
 
 STATE_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Gated delta nets, and gated attention in some of the layers."""
@@ -44,6 +44,7 @@ _ARCHITECTURES = {
     "mixtral": "Mixtral",
     "mistral": "Mistral",
     "ministral": "Ministral",
+    "gpt_oss": "GptOss",
 }
 _GQA_RATIOS = (1, 2, 4)
 # The larger, the more varied the continuations, and the larger what rounding does to the logits: it stays below 1e-4.
@@ -55,6 +56,7 @@ _WEIGHT_SCALES = {
     "mixtral": (0.12, 0.15, 0.18),
     "mistral": (0.12, 0.15, 0.18),
     "ministral": (0.12, 0.15, 0.18),
+    "gpt_oss": (0.2, 0.25, 0.3),
     "qwen3_5": (0.15, 0.2, 0.25),
     "qwen3_5_moe": (0.1, 0.12, 0.15),
     "qwen3_next": (0.1, 0.12, 0.15),
@@ -139,13 +141,15 @@ def _configuration(family: str, seed: int, min_layers: int) -> dict[str, Any]:
         choices |= {"head_dim": head_dim}
     if family in WINDOW_FAMILIES:
         choices |= {"sliding_window": rng.choice((1, 3, 8, 21, 64))}
+        if family == "gpt_oss":
+            choices |= _experts(family, seed)
     elif family not in ("qwen2", "mixtral"):
         choices |= {"attention_bias": seed % 3 == 2}
     if family in EXPERT_FAMILIES:
         choices |= _experts(family, seed)
     if family in STATE_FAMILIES:
         choices |= _states(family, seed, choices["num_hidden_layers"])
-    if family == "ministral":
+    if family == "ministral" or (family == "gpt_oss" and seed % 2 == 0):
         kinds = ("sliding_attention", "full_attention")
         choices |= {"layer_types": [kinds[index % 3 == seed % 3] for index in range(choices["num_hidden_layers"])]}
     if family == "llama":
@@ -200,7 +204,7 @@ def _states(family: str, seed: int, num_layers: int) -> dict[str, Any]:
 
 def _experts(family: str, seed: int) -> dict[str, Any]:
     num_experts, num_chosen = _EXPERTS[seed % 5]
-    if family == "mixtral":
+    if family in ("mixtral", "gpt_oss"):
         return {"num_local_experts": num_experts, "num_experts_per_tok": num_chosen}
     return {
         "num_experts": num_experts,
@@ -223,6 +227,8 @@ def _randomize(model: Any, *, adds_one: bool = False) -> None:
             parameter.copy_(0.4 * torch.randn_like(parameter))
         elif name.endswith("bias"):
             parameter.copy_(0.1 * torch.randn_like(parameter))
+        elif name.endswith("sinks"):
+            parameter.copy_(torch.randn_like(parameter))
 
 
 def _write_published_form(file: Path) -> None:
@@ -234,7 +240,7 @@ def _write_published_form(file: Path) -> None:
         values["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     values["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     values["torch_dtype"] = values.pop("dtype")
-    if set(values.get("layer_types", ())) <= {"full_attention"}:
+    if values["model_type"] == "gpt_oss" or set(values.get("layer_types", ())) <= {"full_attention"}:
         values.pop("layer_types", None)
     if "moe_intermediate_size" in values and "num_local_experts" in values:
         values["num_experts"] = values.pop("num_local_experts")
@@ -244,8 +250,9 @@ def _write_published_form(file: Path) -> None:
 @lru_cache(maxsize=2)
 def load_reference(path: Path) -> Any:
     """Return transformers' model of a directory, in float32."""
-    auto = transformers.AutoModelForCausalLM
-    return auto.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+    auto, config = transformers.AutoModelForCausalLM, json.loads((path / "config.json").read_text())
+    attention = "eager" if config["model_type"] == "gpt_oss" else "sdpa"
+    return auto.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
 
 
 @torch.inference_mode()
