@@ -69,6 +69,7 @@ _KV_WHERE_UNSAID = {"strategy": "tensor", "dynamic": False, "symmetric": True}
 
 TRANSFORMERS = "transformers"
 """In front of the name of an architecture: its modules are transformers'."""
+_TEXT_PREFIXES = ("", "model.", "model.language_model.", "language_model.model.")
 _WITH_TOWER = "ForConditionalGeneration"
 _USUAL_POSITIONS = 8192  # where transformers' configuration says nothing: what positions are computed of has no end
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -218,7 +219,10 @@ def load_model_config(
     if head_dim % 2:
         raise fields.error("head_dim", head_dim, "an even number: rotary embedding pairs dimensions")
     num_positions = fields.integer("max_position_embeddings")
-    rope, num_positions = read_rope(fields, num_positions, max_model_len, share=family.rotated_share)
+    share = family.rotated_share
+    if share is not None and fields.get("rotary_dim") is not None:
+        share = fields.integer("rotary_dim") / head_dim
+    rope, num_positions = read_rope(fields, num_positions, max_model_len, share=share)
     num_layers = fields.integer("num_hidden_layers")
     attention = AttentionConfig(
         num_heads=num_heads,
@@ -274,7 +278,7 @@ def load_model_config(
 def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
     """Return the configuration as the directory's weights have it: their names, and whether the LM head is tied.
 
-    A model that was saved without its head has no `model.` in front of its names.
+    A model that was saved without its head has no `model.` in front of its names; one beside a tower has more.
     Some checkpoints are called tied and store an LM head besides. It is mostly the embedding once more; where it is
     not, it is the LM head (as transformers has it: 5.17, `PreTrainedModel.tie_weights`).
 
@@ -284,8 +288,9 @@ def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
     if not has_safetensors(path):
         return config
     names = file_of_tensor(path)
-    if config.vision is None and EMBEDDING in names and config.weight_prefix + EMBEDDING not in names:
-        config = replace(config, weight_prefix="")
+    if config.vision is None and config.weight_prefix + EMBEDDING not in names:
+        found = next((prefix for prefix in _TEXT_PREFIXES if prefix + EMBEDDING in names), config.weight_prefix)
+        config = replace(config, weight_prefix=found)
     if not config.tie_word_embeddings:
         return config
     tensors = stored_tensors(path)

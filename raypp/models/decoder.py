@@ -24,7 +24,7 @@ from raypp.models.draft_head import DraftHead
 from raypp.models.layer import TransformerLayer, axis_frequencies, inverse_frequencies, read_norm, read_vocabulary
 from raypp.models.member_sizes import ONLY_MEMBER, Member
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes
-from raypp.models.vision_config import TOWER_PREFIX
+from raypp.models.vision_config import TOWER_PREFIXES
 from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.backend import KernelSet, LMHead, Members, Projection
@@ -195,7 +195,7 @@ class DecoderModel:
             if index.isdecimal() and int(index) < config.num_layers + config.num_drafting_layers:
                 return int(index) in self._layer_indices
         embeddings = {config.weight_prefix + EMBEDDING} | ({LM_HEAD} if config.tie_word_embeddings else set())
-        is_of_tower = name.startswith(TOWER_PREFIX)
+        is_of_tower = name.startswith(TOWER_PREFIXES)
         is_of_head = config.mtp_prefix is not None and name.startswith(config.mtp_prefix)
         return self.is_last and name not in embeddings and not is_of_tower and not is_of_head
 

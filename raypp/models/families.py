@@ -115,6 +115,38 @@ _QWEN3_5_BESIDE_TOWER = replace(
 _QWEN3_5_EXPERTS = ExpertFamily(shared="shared_expert_intermediate_size")
 
 
+def _gemma_attention(fields: ConfigFields, _: int, attention: AttentionConfig) -> AttentionConfig:
+    """Return how a layer of Gemma attends: with a factor and a cap of its own."""
+    cap = fields.number(_CAP) if fields.get(_CAP) is not None else None
+    return replace(attention, scale=fields.number("query_pre_attn_scalar") ** -0.5, soft_cap=cap)
+
+
+_CAP = "attn_logit_softcapping"
+_OF_GEMMA = {
+    "head_dim": 256,
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+_GEMMA3 = Family(
+    qkv_bias="attention_bias",
+    attention_output_bias="attention_bias",
+    qk_norm=True,
+    defaults=_OF_GEMMA,
+    windows=Windows(4096, interval=6),
+    layer_attention=_gemma_attention,
+    adds_one_to_norms=True,
+    activation="gelu",
+    has_output_norms=True,
+    scales_embedding=True,
+    has_local_rope=True,
+)
+
+
 FAMILIES = {
     # Llama 2 and 3. From 3.1 on the rotary frequencies are stretched, see `raypp.models.layer`.
     "LlamaForCausalLM": Family(
@@ -197,6 +229,44 @@ FAMILIES = {
         windows=Windows(128, interval=2),
         experts=ExpertFamily(
             names=ExpertNames(router="router"), intermediate_size="intermediate_size", has_pairs=True, gate_limit=7.0
+        ),
+    ),
+    # Gemma 2 and 3: norms before and after, windows, in Gemma 2 soft caps; the tower of Gemma 3 is left out.
+    "Gemma2ForCausalLM": replace(
+        _GEMMA3,
+        qk_norm=False,
+        defaults={**_OF_GEMMA, "vocab_size": 256000, "max_position_embeddings": 8192, "rope_theta": 1e4, _CAP: 50.0},
+        windows=Windows(4096, interval=2),
+        has_local_rope=False,
+    ),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(_GEMMA3, weight_prefix="language_model.model."),
+    # GLM-4.5 to 4.7, with experts: half of a head is rotated, and the first layers are dense.
+    "Glm4MoeForCausalLM": Family(
+        qkv_bias="attention_bias",
+        qk_norm="use_qk_norm",
+        defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "norm_topk_prob": True},
+        rotated_share=0.5,
+        experts=ExpertFamily(
+            names=ExpertNames(shared="shared_experts."),
+            normalizes="norm_topk_prob",
+            shared="n_shared_experts",
+            counts_shared=True,
+            has_sigmoid=True,
+        ),
+    ),
+    # MiniMax-M2: a norm of all queries of a token at once, and of all its keys.
+    "MiniMaxM2ForCausalLM": Family(
+        qk_norm=True,
+        has_wide_qk_norm=True,
+        defaults={"head_dim": 128, "max_position_embeddings": 196608, "rope_theta": 5e6},
+        rotated_share=1.0,
+        experts=ExpertFamily(
+            names=ExpertNames(
+                block="block_sparse_moe.", correction="e_score_correction_bias", gate="w1", up="w3", down="w2"
+            ),
+            intermediate_size="intermediate_size",
+            has_sigmoid=True,
         ),
     ),
 }
