@@ -122,6 +122,7 @@ def _gemma_attention(fields: ConfigFields, _: int, attention: AttentionConfig) -
 
 
 _CAP = "attn_logit_softcapping"
+_ROPE_OF_GPT_OSS = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 _OF_GEMMA = {
     "head_dim": 256,
     "vocab_size": 262208,
@@ -225,7 +226,13 @@ FAMILIES = {
         qkv_bias=True,
         attention_output_bias=True,
         has_sinks=True,
-        defaults={"head_dim": 64, "max_position_embeddings": 131072, "rope_theta": 150000.0, "rms_norm_eps": 1e-5},
+        defaults={
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rope_theta": 150000.0,
+            "rope_parameters": _ROPE_OF_GPT_OSS,
+            "rms_norm_eps": 1e-5,
+        },
         windows=Windows(128, interval=2),
         experts=ExpertFamily(
             names=ExpertNames(router="router"), intermediate_size="intermediate_size", has_pairs=True, gate_limit=7.0

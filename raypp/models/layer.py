@@ -100,8 +100,9 @@ class WideNorm:
         wide = qk.float()
         squares = torch.stack([part.square().sum(1) for part in wide.split(self._sizes, 1)], 1)
         scales = torch.rsqrt(self._summed(squares) * self._share + self._eps)
-        spread = torch.cat([scales[:, [i]].expand(-1, size) for i, size in enumerate(self._sizes)], 1)
-        qk.copy_(wide.mul_(spread).mul_(self._gain))
+        for part, scale in zip(wide.split(self._sizes, 1), scales.split(1, 1), strict=True):
+            part.mul_(scale)
+        qk.copy_(wide.mul_(self._gain))
         return qkv
 
 
