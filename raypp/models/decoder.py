@@ -226,18 +226,15 @@ class DecoderModel:
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the tokens' embeddings, [T, H]. First stage only. Shapes: input_ids [T] int32 or int64."""
         assert self._embedding is not None, "not the first stage, or no weights yet"
-        if self._embedding_scale is None:
-            return self._look_up(input_ids, self._embedding)
-        return self._look_up(input_ids, self._embedding).mul_(self._embedding_scale)
-
-    def _look_up(self, input_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         if self._members is None:
-            return F.embedding(input_ids, embedding)
-        rows = len(embedding)
-        places = input_ids - self._member.rank * rows
-        is_own = (places >= 0) & (places < rows)
-        own = F.embedding(places.clamp(0, rows - 1), embedding)
-        return self._members.sum_(own.masked_fill_(~is_own.unsqueeze(1), 0.0))
+            embedded = F.embedding(input_ids, self._embedding)
+        else:
+            rows = len(self._embedding)
+            places = input_ids - self._member.rank * rows
+            is_own = (places >= 0) & (places < rows)
+            own = F.embedding(places.clamp(0, rows - 1), self._embedding)
+            embedded = self._members.sum_(own.masked_fill_(~is_own.unsqueeze(1), 0.0))
+        return embedded if self._embedding_scale is None else embedded.mul_(self._embedding_scale)
 
     def forward(
         self,

@@ -220,15 +220,12 @@ class AttentionMixer:
         self, config: ModelConfig, index: int, weights: WeightReader, kernels: KernelSet, norm: torch.Tensor
     ) -> None:
         attention = read_attention(config, index, weights.below("self_attn."), config.hidden_size, kernels)
-        self._projection = kernels.norm_linear(norm, config.rms_norm_eps, attention.qkv, attention.qkv_bias)
-        self._norm = attention.norm
+        projection = kernels.norm_linear(norm, config.rms_norm_eps, attention.qkv, attention.qkv_bias)
+        wide = attention.norm
+        self.project: Projection = projection if wide is None else lambda hidden: wide(projection(hidden))
         output_norm = read_output_norm(config, weights, "post_attention_layernorm.weight")
         self.output = kernels.add_linear(attention.output, attention.output_bias, output_norm)
         self._attention = kernels.attention(attention.heads)
-
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        projected = self._projection(hidden)
-        return projected if self._norm is None else self._norm(projected)
 
     def attend(
         self,
