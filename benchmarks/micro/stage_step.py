@@ -3,6 +3,7 @@
     python benchmarks/micro/stage_step.py --model DIR --layers 0 18 --rows 1 16 32 --context 640
     python benchmarks/micro/stage_step.py --model DIR --layers 18 36                 the last stage, with its head
     python benchmarks/micro/stage_step.py --model DIR --layers 0 19 --rows 90 --prompts 700 740         a mixed step
+    python benchmarks/micro/stage_step.py --model DIR --layers 0 36 --members 2          one of two, without the sums
 
 Layers with random weights, every decode row `--context` tokens long, prompts whole, no links. Beside it, what reading
 the weights and the decode rows' KV takes at best. Kernels overlap, so that their times may add up to more than the
@@ -26,6 +27,7 @@ from report import print_report
 
 from raypp.models.config import load_model_config
 from raypp.models.decoder import DecoderModel
+from raypp.models.member_sizes import of_one_member
 from raypp.models.registry import build_model
 from raypp.models.sizes import kv_bytes_per_token
 from raypp.models.weights import DummyWeights
@@ -105,12 +107,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128])
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--prompts", type=int, nargs="*", default=[], help="tokens of prompts beside the decode rows")
+    parser.add_argument("--members", type=int, default=1, help="the sizes of one of so many, see `member_sums.py`")
     parser.add_argument("--query-len", type=int, default=1, help="tokens of a row: 1 and its drafts")
     parser.add_argument("--kv-cache-dtype", choices=["model", "fp8"], default="model")
     args = parser.parse_args()
     require_gpu()
     kv_dtype = FP8 if args.kv_cache_dtype == "fp8" else torch.bfloat16
-    config = load_model_config(Path(args.model))
+    config = of_one_member(load_model_config(Path(args.model)), args.members)
     device, (start, end) = torch.device("cuda"), args.layers
     is_last, max_rows = end == config.num_layers, max(args.rows)
     kernels = choose_kernels(

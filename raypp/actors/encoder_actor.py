@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -16,7 +17,9 @@ from raypp.actors.processes import ActorProcess, collector_paused, live_with, lo
 from raypp.models.registry import resolve_model_path
 
 if TYPE_CHECKING:
+    from raypp.encoder.delivery import Parcel
     from raypp.encoder.protocol import EncoderSpec, ItemFault, SupportsEncoderCudaGraph
+    from raypp.encoder.worker import Way
     from raypp.models.config import ModelConfig
     from raypp.prompt_items import EncoderItem
 
@@ -67,20 +70,20 @@ class EncoderActor:
         self._worker = EncoderWorker(manager, spec.cache_bytes, self._device)
         return process
 
-    def join(self, first_stage: Any) -> None:
-        """Find the way to the first stage: to its actor."""
+    def join(self, first_stage: Sequence[Any]) -> None:
+        """Find the ways to the first stage: to the actors of its members."""
         from raypp.encoder.delivery import ItemSender
         from raypp.transport.ipc.cuda_device import CudaDevice
         from raypp.transport.link_choice import StagePlace
 
         spec = self._spec
         place = StagePlace.here(self._device)
-        self._first_stage = first_stage
-        handle = ray.get(first_stage.open_items.remote(spec.encoder_index, place, spec.link_bytes))
-        if handle is None:
-            self._sender = ItemSender(self._device)
-        else:
-            self._sender = ItemSender(self._device, CudaDevice(self._device), handle, spec.link_bytes)
+        handles = ray.get([each.open_items.remote(spec.encoder_index, place, spec.link_bytes) for each in first_stage])
+        self._ways: list[Way] = []
+        for member, handle in zip(first_stage, handles, strict=True):
+            device = None if handle is None else CudaDevice(self._device)
+            sender = ItemSender(self._device, device, handle or b"", spec.link_bytes)
+            self._ways.append((sender, partial(self._put, member)))
 
     def live(self) -> None:
         """Never return: the call ends with the process, so its caller notices at once."""
@@ -90,7 +93,7 @@ class EncoderActor:
         """Encode items and bring them to the first stage; return those that cannot be encoded, and the counters."""
         with self._lock:
             self._enter()
-            return self._worker.deliver(items, self._sender, self._put), self.stats()
+            return self._worker.deliver(items, self._ways), self.stats()
 
     def prepare(self, items: Sequence[EncoderItem]) -> None:
         """Encode items and keep what comes of them. `deliver` returns what cannot be encoded."""
@@ -112,10 +115,11 @@ class EncoderActor:
 
     def stats(self) -> dict[str, Any]:
         """Return counters and figures, as plain data."""
-        return self._worker.stats() | {"writes_to_first_stage": self._sender.writes_to_receiver}
+        writes = all(sender.writes_to_receiver for sender, _ in self._ways)
+        return self._worker.stats() | {"writes_to_first_stage": writes}
 
-    def _put(self, parcel: Any) -> None:
-        ray.get(self._first_stage.put_items.remote(self._spec.encoder_index, parcel))
+    def _put(self, member: Any, parcel: Parcel) -> None:
+        ray.get(member.put_items.remote(self._spec.encoder_index, parcel))
 
     def _enter(self) -> None:
         from raypp.stage.build_stage import enter_device

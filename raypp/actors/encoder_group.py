@@ -67,7 +67,7 @@ class EncoderGroup:
     Args:
         plan: Of the engine; it has encoders.
         placement: Where they run.
-        first_stage: The actor that embeddings go to.
+        first_stage: The actors that embeddings go to, of its members.
         on_event: Called, from another thread, when `poll` has something to return.
         on_end: Called, from another thread, when the last encoder cannot be started again, with the reason.
     """
@@ -76,7 +76,7 @@ class EncoderGroup:
         self,
         plan: EnginePlan,
         placement: Placement,
-        first_stage: Any,
+        first_stage: Sequence[Any],
         on_event: Callable[[], None],
         on_end: Callable[[str], None],
     ) -> None:
@@ -139,12 +139,20 @@ class EncoderGroup:
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Have the first stage drop embeddings. Does not wait."""
+        missing = len(self._first_stage)
 
         def dropped(answer: Future[Any]) -> None:
+            nonlocal missing
             if answer.exception() is None:  # else the first stage is dead, and the engine with it
-                self._tell([ItemsDropped(keys)])
+                missing -= 1
+                if not missing:
+                    self._tell([ItemsDropped(keys)])
 
-        self._tasks.put(lambda: self._when_done(self._first_stage.drop_items.remote(keys), dropped))
+        def drop() -> None:
+            for member in self._first_stage:
+                self._when_done(member.drop_items.remote(keys), dropped)
+
+        self._tasks.put(drop)
 
     def poll(self) -> list[ItemEvent]:
         """Return what happened since the last call."""

@@ -40,9 +40,9 @@ class StageGroup:
         self._watcher: threading.Thread | None = None
 
     @property
-    def first(self) -> Any:
-        """The actor of the first stage, which encoders bring their embeddings to."""
-        return self._actors[0]
+    def first(self) -> list[Any]:
+        """The actors of the first stage's members, which encoders bring their embeddings to."""
+        return self._actors[: self._num_members]
 
     def processes(self, owner: ActorProcess, deadline: Deadline) -> list[ActorProcess]:
         """Return the stages' processes, which end with their owner's; waits until they are there.

@@ -23,6 +23,10 @@ from raypp.prompt_items import EncoderItem
 logger = logging.getLogger(__name__)
 
 
+Way = tuple[ItemSender, Callable[[Parcel], None]]
+"""What makes parcels for a receiver, and what takes one there and returns when it was taken in."""
+
+
 class EncoderWorker(Generic[BatchT]):
     """One encoder with its cache. Not for several threads at a time.
 
@@ -45,15 +49,12 @@ class EncoderWorker(Generic[BatchT]):
         return self._manager.budgets
 
     @torch.inference_mode()
-    def deliver(
-        self, items: Sequence[EncoderItem], sender: ItemSender, deliver: Callable[[Parcel], None]
-    ) -> list[ItemFault]:
+    def deliver(self, items: Sequence[EncoderItem], ways: Sequence[Way]) -> list[ItemFault]:
         """Encode items and hand them on; return those that cannot be encoded.
 
         Args:
             items: Each once.
-            sender: Makes parcels.
-            deliver: Takes a parcel, and returns when it was taken in.
+            ways: To all members of the first stage.
 
         Raises:
             RuntimeError: the device has failed.
@@ -63,12 +64,9 @@ class EncoderWorker(Generic[BatchT]):
         computed: torch.cuda.Event | None = None
         for encoded in self._encode(items, faults):
             now = self._event()
-            # While this batch is computed, the one before is handed on.
-            for parcel in sender.parcels(ready, computed):
-                deliver(parcel)
+            _hand_on(ready, computed, ways)  # while this batch is computed
             ready, computed = encoded, now
-        for parcel in sender.parcels(ready, computed):
-            deliver(parcel)
+        _hand_on(ready, computed, ways)
         return faults
 
     @torch.inference_mode()
@@ -151,3 +149,9 @@ def _fault_of(item: EncoderItem, error: Exception) -> RayppError:
             hint="a smaller image, or a larger encoder_num_gpus",
         )
     return RequestError("the encoder cannot take the image", got=f"{size}: {error}")
+
+
+def _hand_on(items: Sequence[EncodedItem], computed: torch.cuda.Event | None, ways: Sequence[Way]) -> None:
+    for sender, take in ways:
+        for parcel in sender.parcels(items, computed):
+            take(parcel)

@@ -237,9 +237,9 @@ class _Writer:
         if style == "json":
             # Its keyword takes no rule's name in front of it, so that it is a rule of its own.
             return self._rule(json_rule(schema))
-        if style != "qwen_xml":
+        if style not in PARAMETER_MARKS:
             raise _refused(form, f"json_schema of style {style!r} is not supported")
-        return self.form(arguments_of(schema), None)
+        return self.form(arguments_of(schema, style), None)
 
     def _any_token(self, excluded: list[Any], times: str) -> _Piece:
         numbers = ",".join(self._token(token)[2:-2] for token in excluded)
@@ -374,15 +374,39 @@ def _refused(form: Any, reason: str) -> RequestError:
     )
 
 
+@dataclass(frozen=True)
+class ParameterMarks:
+    """What stands around the names and values of arguments that are not written as JSON."""
+
+    name: str
+    """In front of a name."""
+    value: tuple[str, ...]
+    """Between name and value, with white space between these."""
+    end: str
+    """Behind a value."""
+    has_lines: bool = False
+    """Whether a value has a line break on both sides, which is not its own."""
+
+
+PARAMETER_MARKS = {
+    "qwen_xml": ParameterMarks("<parameter=", (">",), "</parameter>", has_lines=True),
+    "minimax_xml": ParameterMarks('<parameter name="', ('">',), "</parameter>"),
+    "glm_xml": ParameterMarks("<arg_key>", ("</arg_key>", "<arg_value>"), "</arg_value>"),
+}
+"""By `style` of a `json_schema`."""
+
 Form = dict[str, Any]
-_END = "</parameter>"
 _BREAK: Form = {"type": "regex", "pattern": "\\n?"}
 _JSON_TYPES = ["object", "array", "number", "boolean", "null"]
 _ANY_TEXT: Form = {"type": "any_text"}
 
 
-def arguments_of(schema: Any) -> Form:
+def arguments_of(schema: Any, style: str) -> Form:
     """Return the form of the arguments that a schema of an object asks for, in the order of its properties.
+
+    Args:
+        schema: Of the object.
+        style: One of `PARAMETER_MARKS`.
 
     Raises:
         ValueError: it asks for something that has no such form.
@@ -397,23 +421,25 @@ def arguments_of(schema: Any) -> Form:
         raise ValueError(f"{beside[0]} of arguments that are not written as JSON")
     if missing := [name for name in required if name not in properties]:
         raise ValueError(f"required {missing[0]!r} is no property")
-    elements: list[Form] = []
+    elements, marks = list[Form](), PARAMETER_MARKS[style]
+    behind_name = [part for mark in marks.value for part in (_BREAK, _text(mark))][1:]
     for name, of_value in properties.items():
-        content = _content(of_value, f"properties/{name.replace('~', '~0').replace('/', '~1')}", root)
-        part = _sequence(_BREAK, _text(f"<parameter={name}>"), content)
+        content = _content(of_value, f"properties/{name.replace('~', '~0').replace('/', '~1')}", root, marks)
+        part = _sequence(_BREAK, _text(marks.name + name), *behind_name, content)
         elements.append(part if name in required else {"type": "optional", "content": part})
     rest = schema.get("additionalProperties", False)
     if rest is not False:
         names = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_.-]*"}
-        content = _content(rest, "additionalProperties", root)
-        part = _sequence(_BREAK, _text("<parameter="), names, _text(">"), content)
+        content = _content(rest, "additionalProperties", root, marks)
+        part = _sequence(_BREAK, _text(marks.name), names, *behind_name, content)
         elements.append({"type": "star", "content": part})
     return _sequence(*elements)
 
 
-def _content(schema: Any, place: str, root: dict[str, Any]) -> Form:
+def _content(schema: Any, place: str, root: dict[str, Any], marks: ParameterMarks) -> Form:
     """Return the form of a value and its end."""
-    forms = list[Form]()
+    forms, end = list[Form](), marks.end
+    around, line = ([_BREAK], "\n") if marks.has_lines else ([], "")
     for part in _argument_forms(schema, root):
         said = {key: value for key, value in part.items() if not is_note(key)} if isinstance(part, dict) else {}
         has_values = bool(said.keys() & {"enum", "const"})
@@ -424,16 +450,16 @@ def _content(schema: Any, place: str, root: dict[str, Any]) -> Form:
             raise ValueError(f"{beside[0]} of a value that may be a text, which is not written as JSON")
         if texts:
             either = {"type": "or", "elements": [_text(text) for text in texts]}
-            forms.append(_sequence(_BREAK, either, _BREAK, _text(_END)))
+            forms.append(_sequence(*around, either, *around, _text(end)))
         elif said.keys() & {"minLength", "maxLength"}:
             lengths = {"min_chars": said.get("minLength", 0), "max_chars": said.get("maxLength")}
-            free = {"type": "any_text", **lengths, "excludes": [_END]}
-            forms.append(_sequence(_text("\n"), free, _text(f"\n{_END}")))
+            free = {"type": "any_text", **lengths, "excludes": [end]}
+            forms.append(_sequence(_text(line), free, _text(line + end)))
         else:
-            return {"type": "tag", "begin": "", "content": _ANY_TEXT, "end": _END}
+            return {"type": "tag", "begin": "", "content": _ANY_TEXT, "end": end}
     if len(forms) < len([*_argument_forms(schema, root)]):
         value = {"$ref": f"{root['$id']}#/{quote(place)}", "type": _JSON_TYPES, "$defs": {"arguments": root}}
-        forms.append(_sequence(_BREAK, {"type": "json_schema", "json_schema": value}, _BREAK, _text(_END)))
+        forms.append(_sequence(*around, {"type": "json_schema", "json_schema": value}, *around, _text(end)))
     return forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
 
 

@@ -135,7 +135,8 @@ class AnswerForm:
         """Return one call, without what is written of it already."""
         before, _, behind = self._call_syntax.call.replace("$name", tool.function.name).partition("$arguments")
         style = self._call_syntax.arguments.style
-        arguments: Form = {"type": "json_schema", "json_schema": use.argument_schema(tool, is_json=style == "json")}
+        assert style is not None, "`_call_syntax` refuses it"
+        arguments: Form = {"type": "json_schema", "json_schema": use.argument_schema(tool, style)}
         if style != "json":
             # More white space at a time is of no use, and a model might write nothing else for ever.
             arguments |= {"style": style, "max_whitespace_cnt": 1}

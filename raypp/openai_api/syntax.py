@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 from pydantic_core import from_json
 
 from raypp.api.tokenizer import Tokenizer
+from raypp.grammar.structural_tag import PARAMETER_MARKS, ParameterMarks
 from raypp.openai_api.tools import ALL_TYPES, has_type, parameter_types
 from raypp.types import CompletionOutput
 
@@ -147,7 +148,7 @@ class JsonArguments:
 
 
 class XmlParameters:
-    """Arguments as Qwen3-Coder writes them: `<parameter=NAME>`, a line break, the value, another one, `</parameter>`.
+    """Arguments with marks around names and values, see `PARAMETER_MARKS`; here as Qwen3-Coder writes them.
 
     A value ends where the next one begins behind its mark, or the call ends: other marks are part of it. The schema
     says which types it may have, see `parameter_types`. What is not certain to be a text is JSON, or what Python writes
@@ -155,12 +156,16 @@ class XmlParameters:
     """
 
     style: ClassVar[str | None] = "qwen_xml"
-    _BEGIN = re.compile(r"\s*<parameter=([^>]*)>")
-    _END = "</parameter>"
+    marks: ClassVar[ParameterMarks] = PARAMETER_MARKS["qwen_xml"]
 
     def __init__(self, end: str, schema: Mapping[str, Any]) -> None:
+        marks = self.marks
+        behind_name = r"\s*".join(map(re.escape, marks.value))
+        self._begin = re.compile(rf"\s*{re.escape(marks.name)}(.*?){behind_name}", re.DOTALL)
+        self._name_mark, self._value_end = marks.name, marks.end
+        self._line = "\n" if marks.has_lines else ""
         self._end = end
-        self._behind_value = ("<parameter=", end)  # what follows a value's end
+        self._behind_value = (marks.name, end)  # what follows a value's end
         properties = schema.get("properties")
         of_names = properties if isinstance(properties, Mapping) else {}
         self._types = {name: parameter_types(of_name, schema) for name, of_name in of_names.items()}
@@ -178,13 +183,13 @@ class XmlParameters:
         out, at = "", 0
         while not self.is_complete:
             if self._name is None:
-                begin, end = self._BEGIN.match(text, at), text.find(self._end, at)
+                begin, end = self._begin.match(text, at), text.find(self._end, at)
                 if begin is not None:
                     out += ("{" if not self._num_values else ", ") + json.dumps(begin[1].strip()) + ": "
                     self._name, at = begin[1].strip(), begin.end()
                     self._num_values += 1
                 elif end >= 0:
-                    nested = text.find("<parameter=", at, end)
+                    nested = text.find(self._name_mark, at, end)
                     if nested > at:  # behind something that is no parameter
                         at = nested
                         continue
@@ -205,12 +210,13 @@ class XmlParameters:
         end, is_whole = self._end_of(text)
         types = self._types.get(self._name or "", ALL_TYPES)
         if types != {"string"}:
-            return (_json_of(text[:end], types), end + len(self._END), True) if is_whole else ("", 0, False)
-        start, opening = 0 if self._is_open else int(text.startswith("\n")), "" if self._is_open else '"'
+            return (_json_of(text[:end], types), end + len(self._value_end), True) if is_whole else ("", 0, False)
+        line, opening = self._line, "" if self._is_open else '"'
+        start = len(line) if line and not self._is_open and text.startswith(line) else 0
         if is_whole:
             self._is_open = False
-            return opening + _escaped(text[start:end].removesuffix("\n")) + '"', end + len(self._END), True
-        end -= text.endswith("\n", start, end)  # it may be the value's end
+            return opening + _escaped(text[start:end].removesuffix(line)) + '"', end + len(self._value_end), True
+        end -= len(line) if line and text.endswith(line, start, end) else 0  # it may be the value's end
         if end <= start:
             return "", 0, False
         self._is_open = True
@@ -219,17 +225,118 @@ class XmlParameters:
     def _end_of(self, text: str) -> tuple[int, bool]:
         """Return how many characters are certain to be the value's, and whether it ends behind them."""
         at = 0
-        while (end := text.find(self._END, at)) >= 0:
-            at = end + len(self._END)
+        mark = self._value_end
+        while (end := text.find(mark, at)) >= 0:
+            at = end + len(mark)
             behind = text[at:].lstrip()
             if behind.startswith(self._behind_value):
                 return end, True
             if any(mark.startswith(behind) for mark in self._behind_value):
                 return end, False
-        for tail in range(min(len(self._END), len(text)), 0, -1):
-            if self._END.startswith(text[-tail:]):
+        for tail in range(min(len(mark), len(text)), 0, -1):
+            if mark.startswith(text[-tail:]):
                 return len(text) - tail, False
         return len(text), False
+
+
+class MinimaxParameters(XmlParameters):
+    """As MiniMax-M2 writes them: `<parameter name="NAME">`, the value, `</parameter>`."""
+
+    style: ClassVar[str | None] = "minimax_xml"
+    marks = PARAMETER_MARKS["minimax_xml"]
+
+
+class GlmParameters(XmlParameters):
+    """As GLM-4.5 and later write them: `<arg_key>NAME</arg_key>`, `<arg_value>`, the value, `</arg_value>`."""
+
+    style: ClassVar[str | None] = "glm_xml"
+    marks = PARAMETER_MARKS["glm_xml"]
+
+
+class GemmaArguments:
+    """Arguments as Gemma 4 writes them: `{key:<|"|>text<|"|>,n:1,list:[true,{a:null}]}`; texts have no escapes.
+
+    Quoted names and JSON's texts are taken too. A bare word that is no JSON is a text.
+    """
+
+    style: ClassVar[str | None] = None
+    _QUOTE = '<|"|>'
+    _NAME = re.compile(
+        r'\s*(?:<\|"\|>(.*?)<\|"\|>|("(?:[^"\\]|\\.)*")|([^\s:{}\[\],<"][^:{}\[\],<"]*?))\s*:',
+        re.DOTALL,
+    )
+    _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+    _WORD = re.compile(r"[^\s,{}\[\]<]+(?=[\s,{}\[\]<])|<")
+
+    def __init__(self, end: str, schema: Mapping[str, Any]) -> None:
+        self._end = end
+        self._open = list[str]()  # the brackets that are not closed
+        self._is_name_next = False
+        self._is_in_text = False
+        self.is_complete = False
+
+    def may_begin(self, text: str) -> bool | None:
+        """Return whether a brace comes first."""
+        text = text.lstrip()
+        return text.startswith("{") if text else None
+
+    def feed(self, text: str) -> tuple[str, int]:
+        """Return the JSON of what has been read."""
+        out, at = list[str](), 0
+        while at < len(text) and not self.is_complete:
+            written, end = self._in_text(text, at) if self._is_in_text else self._outside(text, at)
+            out.append(written)
+            if end == at and not self.is_complete:
+                break  # more of it has to come
+            at = end
+        return "".join(out), at
+
+    def _in_text(self, text: str, at: int) -> tuple[str, int]:
+        end = text.find(self._QUOTE, at)
+        if end >= 0:
+            self._is_in_text = False
+            return _escaped(text[at:end]) + '"', end + len(self._QUOTE)
+        tails = range(min(len(self._QUOTE) - 1, len(text) - at), 0, -1)
+        kept = next((tail for tail in tails if self._QUOTE.startswith(text[-tail:])), 0)
+        return _escaped(text[at : len(text) - kept]), len(text) - kept
+
+    def _outside(self, text: str, at: int) -> tuple[str, int]:
+        """Return the JSON of the next piece that is no part of a text, and where it ends; `at`: it is not there yet."""
+        char, rest = text[at], text[at : at + max(len(self._QUOTE), len(self._end))]
+        if char.isspace():
+            return "", at + 1
+        if rest == self._end or (char == "<" and self._end.startswith(rest)):
+            self.is_complete = rest == self._end
+            return "", at
+        if char in "}]":
+            self.is_complete = len(self._open) <= 1
+            self._is_name_next = False
+            if self._open:
+                self._open.pop()
+            return char, at + 1
+        if self._is_name_next and char != ",":
+            found = self._NAME.match(text, at)
+            if found is None:
+                return "", at
+            self._is_name_next = False
+            quoted, as_json, bare = found.groups()
+            return f"{as_json or json.dumps(quoted if bare is None else bare, ensure_ascii=False)}: ", found.end()
+        if char in "{[":
+            self._open.append(char)
+            self._is_name_next = char == "{"
+            return char, at + 1
+        if char == ",":
+            self._is_name_next = self._open[-1:] == ["{"]
+            return ", ", at + 1
+        if rest.startswith(self._QUOTE):
+            self._is_in_text = True
+            return '"', at + len(self._QUOTE)
+        if self._QUOTE.startswith(rest):
+            return "", at
+        found = (self._TEXT if char == '"' else self._WORD).match(text, at)
+        if found is None:
+            return "", at
+        return _json_of(found[0], ALL_TYPES), found.end()
 
 
 def _json_of(text: str, types: frozenset[str]) -> str:
@@ -259,7 +366,7 @@ class Mark:
 
     opening: str
     closing: str = ""
-    """Ends the mark, at most MAX_INSIDE_CHARS behind the opening. A brace is left to the arguments that it begins."""
+    """Ends the mark, at most MAX_INSIDE_CHARS behind the opening. A `{` or `<` is left to the arguments it begins."""
     pattern: str = ""
     """A regular expression to be found between opening and closing; its group `name` is the function. Of several marks
     with the same opening, and then the same closing, the first one whose pattern is found counts."""
@@ -461,7 +568,7 @@ class MarkFinder:
                 if match is None:
                     continue
                 name = match.groupdict().get("name")
-                end = closing if mark.closing == "{" else closing + len(mark.closing)
+                end = closing if mark.closing in "{<" else closing + len(mark.closing)
             return Found(mark, opening.start(), end, name), False
         return None, False
 

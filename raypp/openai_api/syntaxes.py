@@ -6,6 +6,9 @@ mistral           [TOOL_CALLS]f[ARGS]{"x": 1}                            older: 
 deepseek_v3       tokens around each call and around all; the arguments in a block of ```json; v31 without
 gpt_oss           <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>
 qwen3_coder       <tool_call> <function=f> <parameter=x> 1 </parameter> </function> </tool_call>
+glm45             <tool_call>f <arg_key>x</arg_key> <arg_value>1</arg_value> </tool_call>
+gemma4            <|tool_call>call:f{x:<|"|>1<|"|>,n:1}<tool_call|>
+minimax_m2        <minimax:tool_call> <invoke name="f"> <parameter name="x">1</parameter> </invoke> </minimax:tool_call>
 """
 
 from __future__ import annotations
@@ -16,7 +19,18 @@ from typing import TypeVar
 
 from raypp.api.tokenizer import Tokenizer
 from raypp.errors import ConfigError, page
-from raypp.openai_api.syntax import CallSyntax, Mark, MessageSyntax, ThoughtSyntax, XmlParameters, marks, uses
+from raypp.openai_api.syntax import (
+    CallSyntax,
+    GemmaArguments,
+    GlmParameters,
+    Mark,
+    MessageSyntax,
+    MinimaxParameters,
+    ThoughtSyntax,
+    XmlParameters,
+    marks,
+    uses,
+)
 
 _SWITCHES = ("enable_thinking", "reasoning_effort")
 
@@ -125,6 +139,42 @@ QWEN3_CODER_CALLS = CallSyntax(
     separator="\n",
     in_template=("<function=", "<parameter="),
 )
+GLM_CALLS = CallSyntax(
+    begins=(Mark("<tool_call>", "<", r"^\s*(?P<name>[^\s<>{}]+)\s*$"),),
+    end="</tool_call>",
+    arguments=GlmParameters,
+    call="<tool_call>$name\n$arguments\n</tool_call>",
+    separator="\n",
+    in_template=("<arg_key>", "<arg_value>"),
+    in_vocabulary=("<arg_key>", "<arg_value>"),
+)
+MINIMAX_CALLS = CallSyntax(
+    begins=(Mark('<invoke name="', '">', r"^(?P<name>[^\s<>\"]+)$"),),
+    end="</invoke>",
+    dropped=marks("<minimax:tool_call>", "</minimax:tool_call>"),
+    arguments=MinimaxParameters,
+    call='\n<invoke name="$name">\n$arguments\n</invoke>',  # a break between two could begin the end of all
+    calls="<minimax:tool_call>$calls\n</minimax:tool_call>",
+    separator="",
+    in_template=("<minimax:tool_call>",),
+    in_vocabulary=("<minimax:tool_call>",),
+)
+GEMMA4_CALLS = CallSyntax(
+    begins=(Mark("<|tool_call>", "{", r"^\s*call:\s*(?P<name>[^\s{}]+)\s*$"),),
+    end="<tool_call|>",
+    arguments=GemmaArguments,
+    call="<|tool_call>call:$name$arguments<tool_call|>",
+    separator="",
+    in_template=("<|tool_call>", "<tool_call|>"),
+    in_vocabulary=("<|tool_call>", "<tool_call|>"),
+)
+GEMMA4_THOUGHTS = ThoughtSyntax(
+    begins=marks("<|channel>thought"),
+    ends=("<channel|>",),
+    thought="<|channel>thought\n$thought<channel|>",
+    in_template=("<|channel>thought", "<channel|>"),
+    in_vocabulary=("<|channel>", "<channel|>"),
+)
 THINK_TAGS = ThoughtSyntax(
     begins=marks("<think>"),
     ends=("</think>",),
@@ -145,6 +195,9 @@ CALL_SYNTAXES: dict[str, CallSyntax] = {
     "deepseek_v3": DEEPSEEK_V3_CALLS,
     "deepseek_v31": DEEPSEEK_V31_CALLS,
     "qwen3_coder": QWEN3_CODER_CALLS,
+    "glm45": GLM_CALLS,
+    "minimax_m2": MINIMAX_CALLS,
+    "gemma4": GEMMA4_CALLS,
     "mistral": MISTRAL_CALLS,
     "mistral_json": MISTRAL_JSON_CALLS,
     "hermes": HERMES_CALLS,
@@ -155,6 +208,7 @@ CALL_SYNTAXES: dict[str, CallSyntax] = {
 THOUGHT_SYNTAXES: dict[str, ThoughtSyntax] = {
     "gpt_oss": GPT_OSS_THOUGHTS,
     "mistral": MISTRAL_THOUGHTS,
+    "gemma4": GEMMA4_THOUGHTS,
     "deepseek_r1": THINK_TAGS,
     "qwen3": THINK_TAGS,
 }

@@ -147,12 +147,12 @@ class ToolUse:
         """Whether calls are held to a form, not only looked for."""
         return self.must_call or any(tool.function.strict for tool in self.tools)
 
-    def argument_schema(self, tool: Tool, *, is_json: bool) -> dict[str, Any]:
+    def argument_schema(self, tool: Tool, style: str) -> dict[str, Any]:
         """Return what a tool's arguments are held to.
 
         Args:
             tool: One of these.
-            is_json: Whether the model writes them as JSON.
+            style: How the model writes them, see `ArgumentsReader`.
 
         Raises:
             RequestError: a strict function whose schema cannot be enforced.
@@ -164,8 +164,8 @@ class ToolUse:
                 raise cannot_be_enforced("#", f"the type {str(types)[:40]!r}", expected="object: arguments have names")
             schema = {**schema, "type": "object"}
             check_schema(schema)
-            if not is_json:
-                _check_bare_parameters(schema)
+            if style != "json":
+                _check_bare_parameters(schema, style)
         except RequestError as error:
             if tool.function.strict:
                 raise RequestError(
@@ -179,7 +179,7 @@ class ToolUse:
         return schema
 
 
-def _check_bare_parameters(schema: Mapping[str, Any]) -> None:
+def _check_bare_parameters(schema: Mapping[str, Any], style: str) -> None:
     """Refuse a schema by which arguments that are no JSON could be read as what it does not allow.
 
     Raises:
@@ -196,7 +196,7 @@ def _check_bare_parameters(schema: Mapping[str, Any]) -> None:
                 f"#/properties/{name}", "a value that may be a text or something else, which is written alike"
             )
     try:
-        arguments_of(schema)
+        arguments_of(schema, style)
     except (ValueError, LookupError, TypeError) as error:
         raise cannot_be_enforced("#", str(error)) from None
 

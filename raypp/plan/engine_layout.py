@@ -226,20 +226,14 @@ def _for_members(config: EngineConfig, model: ModelConfig) -> ModelConfig:
     count = config.parallel.tensor_parallel_size
     if count == 1:
         return model
-    if model.vision is not None:
-        raise _lacks_members("images", count, "num_encoders=0 leaves images out")
     if config.graphs.compile:
-        raise _lacks_members("compiled layers", count, "compile = false in section graphs")
+        raise ConfigError(
+            "stages of several members do not have compiled layers yet",
+            got=f"tensor_parallel_size={count}",
+            expected="tensor_parallel_size = 1",
+            hint="compile = false in section graphs",
+        )
     return of_one_member(model, count)
-
-
-def _lacks_members(what: str, count: int, hint: str) -> ConfigError:
-    return ConfigError(
-        f"stages of several members do not have {what} yet",
-        got=f"tensor_parallel_size={count}",
-        expected="tensor_parallel_size = 1",
-        hint=hint,
-    )
 
 
 def _refuse_for_transformers(config: EngineConfig) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -58,11 +59,11 @@ class LocalPipeline:
         self._submitted: list[StepPlan] = []
 
     @property
-    def items(self) -> ItemStore:
-        """Of the first stage."""
+    def items(self) -> list[ItemStore]:
+        """Of the first stage's members."""
         first = self._stages[0]
-        assert isinstance(first, Stage), "stages of several members take no images"
-        return first.items
+        members = first.members if isinstance(first, MemberThreads) else [first]
+        return [member.items for member in members if isinstance(member, Stage)]
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a plan; `collect` executes it."""
@@ -95,29 +96,29 @@ class LocalEncoder:
 
     Args:
         plan: Of the engine.
-        store: Of the first stage.
+        stores: Of the first stage's members.
     """
 
-    def __init__(self, plan: EnginePlan, store: ItemStore) -> None:
+    def __init__(self, plan: EnginePlan, stores: Sequence[ItemStore]) -> None:
         spec, device = plan.encoders.spec(0), torch.device(plan.device)
         source = open_weights(spec.load_format, spec.model_path, spec.seed, device)
         tower = build_encoder(plan.model, dtype=getattr(torch, plan.dtype), device=device, source=source)
         self.worker = EncoderWorker(build_manager(tower, spec), spec.cache_bytes, device)
-        self._store = store
-        self._sender = ItemSender(device)
+        self._stores = stores
+        self._way = ItemSender(device), self._put
         self._receiver = ItemReceiver(device, CudaDevice)
         self._events: list[ItemEvent] = []
 
     def encode(self, items: Sequence[EncoderItem]) -> None:
         """Encode the items, and put them into the store."""
-        faults = {fault.key: fault.error for fault in self.worker.deliver(items, self._sender, self._put)}
+        faults = {fault.key: fault.error for fault in self.worker.deliver(items, [self._way])}
         self._events.append(ItemsStored([item.key for item in items if item.key not in faults]))
         self._events += [ItemFailed(key, error) for key, error in faults.items()]
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Take embeddings out of the store."""
-        for key in keys:
-            self._store.drop(key)
+        for store, key in product(self._stores, keys):
+            store.drop(key)
         self._events.append(ItemsDropped(keys))
 
     def poll(self) -> list[ItemEvent]:
@@ -131,8 +132,8 @@ class LocalEncoder:
         return {"encoders": {"num_encoders": 1, "num_up": 1, "actors": [counted]}, **encoder_sums([counted])}
 
     def _put(self, parcel: Parcel) -> None:
-        for item in self._receiver.take_in(0, parcel):
-            self._store.put(item)
+        for store, item in product(self._stores, self._receiver.take_in(0, parcel)):
+            store.put(item)
 
 
 class InlineGrammars:
@@ -280,7 +281,7 @@ class MemberThreads:
     """The members of a stage, each in a thread of its own. A `SteppedStage`."""
 
     def __init__(self, members: Sequence[Stage]) -> None:
-        self._members = members
+        self.members = members
         self._threads = ThreadPoolExecutor(len(members), "member")
 
     def bind_thread(self) -> None:
@@ -288,12 +289,12 @@ class MemberThreads:
 
     def announce(self, plan: StepPlan) -> None:
         """Say so to all."""
-        for member in self._members:
+        for member in self.members:
             member.announce(plan)
 
     def take_masks(self, update: MaskUpdate) -> None:
         """Hand them to the first, which decides for all."""
-        self._members[0].take_masks(update)
+        self.members[0].take_masks(update)
 
     def step(self, plan: StepPlan) -> PendingResult | None:
         """Step all; return the first one's result."""
@@ -306,12 +307,12 @@ class MemberThreads:
                 member.abort()
                 raise
 
-        results = list(self._threads.map(step, self._members))
+        results = list(self._threads.map(step, self.members))
         return results[0]
 
     def catch_up(self) -> bool:
         """Return whether all have."""
-        return all([member.catch_up() for member in self._members])
+        return all([member.catch_up() for member in self.members])
 
 
 def build_local_pipeline(

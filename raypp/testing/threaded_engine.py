@@ -144,7 +144,11 @@ class ThreadedLife:
             tracer = tracers[stage_index] if index % plan.num_members == 0 else Tracer("member", enabled=False)
             return lambda: _run_stage(plan, index, stages[index], channel, tracer, self._is_leaving)
 
-        encoder = LocalEncoder(plan, stages[0].items) if plan.encoders.num_encoders else None
+        encoder = (
+            LocalEncoder(plan, [stage.items for stage in stages[: plan.num_members]])
+            if plan.encoders.num_encoders
+            else None
+        )
         return [loop(index) for index in range(len(stages))], encoder
 
     def _make_server(self, health: StageHealth, failures: FailureReports, encoder: LocalEncoder | None) -> DriverServer:

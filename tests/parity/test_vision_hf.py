@@ -34,6 +34,7 @@ from raypp.types import SamplingParams
 
 NUM_CONFIGURATIONS = 16  # the last four of Qwen3.5
 MTP_SEEDS = (12, 15)
+MEMBER_SEEDS = (2, 5, 7, 13)  # their heads can be cut; of deepstack, experts, states
 NUM_NEW_TOKENS = sized(8, 16)
 SIZES = ((40, 40), (90, 30), (17, 60), (64, 64), (33, 47), (8, 8))
 
@@ -145,6 +146,7 @@ def test_tokens_equal_transformers(checkpoints):
         partition = _partition(model.num_layers, num_stages, model.num_deepstack_layers) if seed >= 4 else None
         settings = {
             "num_stages": num_stages,
+            "tensor_parallel_size": 1 + (seed in MEMBER_SEEDS),
             "layer_partition": partition,
             "block_size": (4, 8, 16)[seed % 3],
             "max_num_batched_tokens": (16, 24, 64)[seed % 3],
@@ -186,6 +188,7 @@ def test_tokens_equal_transformers(checkpoints):
         engine.scheduler.check_integrity()
         stats, first = engine.stats(), plan.stage_spec(0)
         met[f"{num_stages} stages"] += 1
+        met["members"] += plan.num_members > 1
         met["experts"] += model.experts is not None
         met["states"] += model.has_row_states
         met["drafts of a head refused"] += seed in MTP_SEEDS and stats.num_draft_tokens > stats.num_accepted_tokens
@@ -204,6 +207,7 @@ def test_tokens_equal_transformers(checkpoints):
         "2 stages",
         "3 stages",
         "4 stages",
+        "members",
         "carried",
         "kept",
         "cut",

@@ -16,7 +16,7 @@ import pytest
 from engine_listener import EngineListener
 from leftovers import actor_processes, listening_ports, raypp_processes, unused_shared_memory, wait_until_gone
 from ray import cloudpickle
-from recovery_campaign import Report, run_campaign, text_engine
+from recovery_campaign import Report, picture_engine, run_campaign, text_engine
 
 from raypp import LLM, SamplingParams, StageDiedError
 from raypp.actors.engine_actors import EngineHandle, launch_engine
@@ -148,5 +148,13 @@ def test_requests_outlive_members() -> None:
     few = tuple(one for one in setting.asked if one.name in KINDS)
     assert len(few) == len(KINDS)
     report: Report = asyncio.run(run_campaign(replace(setting, asked=few), 1, 0))
+    print(report)
+    assert report.comparison.num_excused <= max(1, report.comparison.num_tokens // 1000)
+
+
+def test_images_reach_all_members_also_of_an_encoder_that_died() -> None:
+    setting = picture_engine("members with pictures", **MEMBERS)
+    few = replace(setting, asked=setting.asked[:4], deaths=("encoder",))
+    report: Report = asyncio.run(run_campaign(few, 1, 0))
     print(report)
     assert report.comparison.num_excused <= max(1, report.comparison.num_tokens // 1000)

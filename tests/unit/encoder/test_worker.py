@@ -7,7 +7,7 @@ import pytest
 import torch
 from toy_tower import PATCH_DIM, ToyTower, toy_item
 
-from raypp.encoder.delivery import ItemReceiver, ItemSender
+from raypp.encoder.delivery import ItemReceiver, ItemSender, Parcel
 from raypp.encoder.encoder_graphs import EncoderCudaGraphManager
 from raypp.encoder.protocol import EncodedItem
 from raypp.encoder.worker import EncoderWorker
@@ -28,7 +28,10 @@ class Door:
         self._receiver = ItemReceiver(CPU, lambda _: pytest.fail("no memory is shared"))
 
     def deliver(self, items: list[EncoderItem]) -> list:
-        return self.worker.deliver(items, ItemSender(CPU), lambda p: self.arrived.extend(self._receiver.take_in(0, p)))
+        return self.worker.deliver(items, [(ItemSender(CPU), self._take)])
+
+    def _take(self, parcel: Parcel) -> None:
+        self.arrived.extend(self._receiver.take_in(0, parcel))
 
 
 class FailingTower(ToyTower):

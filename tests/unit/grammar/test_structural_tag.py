@@ -159,7 +159,7 @@ def test_a_form_allows_what_it_says_and_nothing_else(
 @pytest.mark.parametrize(
     ("form", "named"),
     [
-        ({"type": "json_schema", "json_schema": {}, "style": "glm_xml"}, "glm_xml"),
+        ({"type": "json_schema", "json_schema": {}, "style": "deepseek_xml"}, "deepseek_xml"),
         ({"type": "json_schema", "json_schema": {}, "any_order": True}, "any_order"),
         ({"type": "haiku"}, "haiku"),
         (sequence(ANY, JSON), "free text"),

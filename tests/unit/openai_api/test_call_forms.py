@@ -26,7 +26,7 @@ SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}, "required":
 NO_FORM = CallSyntax(begins=marks("<call>"), end="</call>")
 ONE, TWO = ("ping", '{"x": "a <b> [c]"}'), ("get.it-2", '{"x": "\u00fc"}')
 THOUGHTS = {"gpt_oss": "gpt_oss", "mistral": "mistral", "hermes": "deepseek_r1", "deepseek_v31": "deepseek_r1"}
-HELD = [name for name, syntax in CALL_SYNTAXES.items() if syntax.call]
+HELD = [name for name, syntax in CALL_SYNTAXES.items() if syntax.call and syntax.arguments.style]
 
 
 def tools(strict: bool) -> list[Any]:
@@ -95,8 +95,11 @@ def read(syntax: MessageSyntax, text: str, begun: str = "") -> tuple[str, str, l
 
 def written_by(calls: CallSyntax, of: list[tuple[str, str]]) -> str:
     """Return these calls as the model writes them."""
-    if calls.arguments is XmlParameters:
-        of = [(name, f"<parameter=x>\n{json.loads(arguments)['x']}\n</parameter>") for name, arguments in of]
+    if issubclass(calls.arguments, XmlParameters):
+        around = calls.arguments.marks
+        line = "\n" if around.has_lines else ""
+        before, behind = f"{around.name}x{''.join(around.value)}{line}", line + around.end
+        of = [(name, before + json.loads(arguments)["x"] + behind) for name, arguments in of]
     return calls.written(of)
 
 
@@ -114,7 +117,7 @@ def test_forced_calls(name: str, tokenizer: Tokenizer, vocabulary: Vocabulary) -
     assert read(syntax, written) == ("", "", several(syntax.calls))
     assert not form.takes("hello")
     assert not form.takes(written.replace("ping", "pong"))
-    assert not form.takes(written.replace('"x"', '"y"').replace("=x", "=y"))
+    assert not form.takes(written.replace('"x"', '"y"').replace("=x", "=y").replace("key>x<", "key>y<"))
     if syntax.thoughts is not None:
         thought = syntax.thoughts.thought.replace("$thought", "so\n")
         assert form.takes(thought + written)

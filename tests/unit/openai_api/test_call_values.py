@@ -10,13 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.openai_api.message_parser import MessageParser
+from raypp.openai_api.syntax import JsonArguments, XmlParameters
 from raypp.openai_api.syntaxes import CALL_SYNTAXES
 
-JSON_SYNTAXES = [name for name in CALL_SYNTAXES if name != "qwen3_coder"]
+BARE_SYNTAXES = [name for name, syntax in CALL_SYNTAXES.items() if issubclass(syntax.arguments, XmlParameters)]
+JSON_SYNTAXES = [name for name, syntax in CALL_SYNTAXES.items() if syntax.arguments is JsonArguments]
 MARKS = sorted(
     {text for syntax in CALL_SYNTAXES.values() for mark in syntax.begins for text in (mark.opening, mark.closing)}
     | {syntax.end for syntax in CALL_SYNTAXES.values()}
-    | {"</tool_call>", "</parameter>", "<parameter=x>", "}", '"', "\\", "\n", ""}
+    | {"</tool_call>", "</parameter>", "<parameter=x>", "</arg_value>", "}", '"', "\\", "\n", ""}
 )
 VALUES = {"text": "".join(MARKS), "n": -3, "x": 1.5e-7, "yes": True, "no": False, "none": None, "list": [1, {}, "]"]}
 
@@ -41,6 +43,56 @@ def in_order(name: str, arguments: str, *, name_first: bool) -> list[str]:
         else []
     )
     return [*whole, syntax.written([("f", arguments)])]
+
+
+def as_gemma_writes(value: Any) -> str:
+    """Return a value as Gemma 4's chat template writes one."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{as_gemma_writes(of_key)}" for key, of_key in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(as_gemma_writes, value)) + "]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+
+of_gemma = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text().filter(lambda text: '<|"' not in text and not text.endswith(("<", "<|"))),
+    lambda values: (
+        st.lists(values, max_size=3)
+        | st.dictionaries(st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]*", fullmatch=True), values, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150)
+@given(st.dictionaries(st.from_regex(r"[a-z_]+", fullmatch=True), of_gemma, max_size=4), st.data())
+def test_values_as_gemma_writes_them(values: dict[str, Any], data: st.DataObject) -> None:
+    text = f"<|tool_call>call:f{as_gemma_writes(values)}<tool_call|>"
+    cut = data.draw(st.integers(0, len(text)))
+    content, names, arguments, is_whole = read("gemma4", text, cut)
+    assert (content, names, json.loads(arguments), is_whole) == ("", "f", values, True)
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{x: <|"|>a<|"|> , y:[ 1 , 2 ]}', {"x": "a", "y": [1, 2]}),
+        ('{"x":"a\\n<tool_call|>",<|"|>y z<|"|>:None}', {"x": "a\n<tool_call|>", "y z": None}),
+        ("{x:two words,y:Oslo}", None),  # no value has spaces without quotes
+        ("{x:Oslo,y:-1e3,z:True}", {"x": "Oslo", "y": -1000.0, "z": True}),
+        ("{}", {}),
+    ],
+)
+def test_other_ways_in_which_gemma_writes(written: str, arguments: dict[str, Any] | None) -> None:
+    text = f"<|tool_call>call:f{written}<tool_call|>"
+    for cut in range(len(text)):
+        content, names, found, is_whole = read("gemma4", text, cut)
+        assert (content, names, is_whole) == ("", "f", arguments is not None)
+        assert arguments is None or json.loads(found) == arguments
 
 
 @pytest.mark.parametrize("name_first", [True, False])
@@ -84,20 +136,27 @@ def test_names_that_cannot_be_sent_make_no_call() -> None:
         assert (content, names, is_whole) == (text, "", False) or names == "a\nb"
 
 
-def as_qwen_writes(value: Any) -> str:
-    """Return a value as the chat template of Qwen3-Coder shows one to the model."""
-    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+def as_written(name: str, value: Any) -> str:
+    """Return a value as the chat template of a family shows one to the model: only Qwen3-Coder's is Python's."""
+    is_json = isinstance(value, dict | list) or (name != "qwen3_coder" and not isinstance(value, str))
+    return json.dumps(value) if is_json else str(value)
 
 
-def call_of(**values: str) -> str:
-    parameters = "\n".join(f"<parameter={name}>\n{value}\n</parameter>" for name, value in values.items())
-    return f"<tool_call>\n<function=f>\n{parameters}\n</function>\n</tool_call>"
+def call_of(syntax: str, **values: str) -> str:
+    around = {
+        "qwen3_coder": "<parameter={}>\n{}\n</parameter>",
+        "glm45": "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>",
+        "minimax_m2": '<parameter name="{}">{}</parameter>',
+    }[syntax]
+    return CALL_SYNTAXES[syntax].written([("f", "\n".join(around.format(*value) for value in values.items()))])
 
 
+ENDS_IN_TEXTS = (  # what a text cannot hold: the end of a value, and behind it what only stands there
+    *(f"</parameter>{mark}" for mark in ("<parameter=", "</function>", '<parametername="', "</invoke>")),
+    *(f"</arg_value>{mark}" for mark in ("<arg_key>", "</tool_call>")),
+)
 pieces = st.lists(st.sampled_from(["a", " ", "\n", "None", "1", "{", *MARKS]), max_size=6).map("".join)
-texts = pieces.filter(lambda text: "</parameter>" not in text or not text.strip().endswith("</parameter>"))
-texts = texts.filter(lambda text: "</parameter><parameter=x>" not in "".join(text.split()).replace("\n", ""))
-texts = texts.filter(lambda text: "</parameter></function>" not in "".join(text.split()))
+texts = pieces.filter(lambda text: not any(end in "".join(text.split()) for end in ENDS_IN_TEXTS))
 of_types: dict[str, st.SearchStrategy[Any]] = {
     "string": texts,
     "integer": st.integers(),
@@ -109,15 +168,16 @@ of_types: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+@pytest.mark.parametrize("name", BARE_SYNTAXES)
 @settings(max_examples=150)
 @given(st.data())
-def test_bare_values_as_qwen_writes_them(data: st.DataObject) -> None:
+def test_bare_values_as_models_write_them(name: str, data: st.DataObject) -> None:
     types = data.draw(st.lists(st.sampled_from(sorted(of_types)), min_size=1, max_size=5))
     values = {f"{kind}_{index}": data.draw(of_types[kind]) for index, kind in enumerate(types)}
-    schema = {"properties": {name: {"type": name.partition("_")[0]} for name in values}}
-    text = call_of(**{name: as_qwen_writes(value) for name, value in values.items()})
+    schema = {"properties": {key: {"type": key.partition("_")[0]} for key in values}}
+    text = call_of(name, **{key: as_written(name, value) for key, value in values.items()})
     cut = data.draw(st.integers(0, len(text)))
-    content, names, arguments, is_whole = read("qwen3_coder", text, cut, schema)
+    content, names, arguments, is_whole = read(name, text, cut, schema)
     assert (content, names, json.loads(arguments), is_whole) == ("", "f", values, True)
 
 
@@ -143,8 +203,9 @@ def test_bare_values_as_qwen_writes_them(data: st.DataObject) -> None:
         (["string", "array"], "[1, 2]", [1, 2]),
     ],
 )
-def test_bare_values_have_a_type_of_the_schema(types: list[str], written: str, value: Any) -> None:
-    text = call_of(x=written)
+@pytest.mark.parametrize("name", BARE_SYNTAXES)
+def test_bare_values_have_a_type_of_the_schema(name: str, types: list[str], written: str, value: Any) -> None:
+    text = call_of(name, x=written)
     for cut in range(0, len(text), 7):
-        _, _, arguments, _ = read("qwen3_coder", text, cut, {"properties": {"x": {"type": types}}})
+        _, _, arguments, _ = read(name, text, cut, {"properties": {"x": {"type": types}}})
         assert json.loads(arguments) == {"x": value}

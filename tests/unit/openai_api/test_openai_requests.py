@@ -186,10 +186,10 @@ def test_arguments_are_an_object_whatever_the_schema_of_a_function(
     use = ToolUse((tool,), must_call=True, may_call_several=False)
     if is_strict and not is_held:
         with pytest.raises(RequestError, match="the parameters of f cannot be enforced, and it is strict"):
-            use.argument_schema(tool, is_json=True)
+            use.argument_schema(tool, "json")
     else:
         expected = parameters if is_held else {"additionalProperties": True}
-        assert use.argument_schema(tool, is_json=True) == {**expected, "type": "object"}
+        assert use.argument_schema(tool, "json") == {**expected, "type": "object"}
 
 
 @pytest.mark.parametrize("given", [{"name": "a"}, {"name": "a", "schema": None}, {"name": "a", "strict": None}])

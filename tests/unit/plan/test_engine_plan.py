@@ -361,11 +361,9 @@ def test_members_have_parts_of_one_model():
 def test_what_members_do_not_have_is_refused_by_name():
     with pytest.raises(ConfigError, match="compiled layers"):
         _of_members(2, compile=True)
-    with pytest.raises(ConfigError, match="images"):
-        plan_engine(EngineConfig.from_flat("tiny-vl", tensor_parallel_size=2, device="cpu"), Hardware(4))
     hardware = Hardware(16, num_gpus=2, gpu_memory_bytes=_H200_BYTES)
-    with pytest.raises(ConfigError, match="stages on GPUs"):
-        plan_engine(EngineConfig.from_flat("tiny", tensor_parallel_size=2), hardware)
+    with pytest.raises(ConfigError, match="each member of a stage has a GPU of its own"):
+        plan_engine(EngineConfig.from_flat("tiny", tensor_parallel_size=2, stage_num_gpus=0.5), hardware)
     plan = _of_members(2)
     with pytest.raises(ConfigError, match="makes stages of one member"):
         build_stage_model(plan.stage_spec(0), plan.model, lambda spec, config: pytest.fail("not asked for"))

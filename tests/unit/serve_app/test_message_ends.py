@@ -30,7 +30,7 @@ from raypp.openai_api.from_outputs import PreparedChat, ResponseHead
 from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.response_answer import PreparedResponse
 from raypp.openai_api.response_request import ResponseRequest
-from raypp.openai_api.syntax import MessageSyntax
+from raypp.openai_api.syntax import CallSyntax, MessageSyntax, XmlParameters
 from raypp.openai_api.syntaxes import CALL_SYNTAXES, THOUGHT_SYNTAXES
 from raypp.types import FinishReason, RequestMetrics, RequestOutput
 from serve_app.chunks import ChunkWriter, MessageEventWriter, ResponseEventWriter
@@ -91,9 +91,13 @@ class ByteDecoder:
         return chr(token_id)
 
 
-def bare(**values: str) -> str:
-    written = "\n".join(f"<parameter={name}>\n{value}\n</parameter>" for name, value in values.items())
-    return f"<tool_call>\n<function=run>\n{written}\n</function>\n</tool_call>"
+def bare(syntax: CallSyntax, **values: str) -> str:
+    """Return a call whose values are bare texts."""
+    assert issubclass(syntax.arguments, XmlParameters)
+    around = syntax.arguments.marks
+    line, between = "\n" if around.has_lines else "", "".join(around.value)
+    written = (f"{around.name}{name}{between}{line}{value}{line}{around.end}" for name, value in values.items())
+    return syntax.written([("run", "\n".join(written))])
 
 
 @st.composite
@@ -113,8 +117,10 @@ def written_texts(draw: st.DrawFn, name: str) -> str:
         for arguments in ARGUMENTS
         if arguments
     ]
-    if name == "qwen3_coder":
-        calls = [bare(cmd="a STOP"), bare(cmd="</parameter> <parameter=n>", n="None"), bare(n="three"), bare(n="{1: }")]
+    if issubclass(syntax.calls.arguments, XmlParameters):
+        around = syntax.calls.arguments.marks
+        some = [{"cmd": "a STOP"}, {"cmd": f"{around.end} {around.name}n", "n": "None"}, {"n": "three"}, {"n": "{1: }"}]
+        calls = [bare(syntax.calls, **values) for values in some]
     thoughts = [syntax.thoughts.thought.replace("$thought", text) for text in ("why STOP", "", "\n")]
     piece = st.one_of(*map(st.sampled_from, (calls, calls, thoughts, sorted(marks), LOOSE)))
     text = "".join(draw(st.lists(piece, max_size=6)))
@@ -195,7 +201,9 @@ def is_object(text: str) -> bool:
         text_of_all.encode()
     except (ValueError, RecursionError):
         return False
-    return isinstance(value, dict) and not text.startswith('{"n":{"n":')  # deeper than JSON parsers follow
+    return isinstance(value, dict) and not text.replace(" ", "").startswith(
+        '{"n":{"n":'
+    )  # deeper than JSON parsers follow
 
 
 def without_names(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -320,7 +328,9 @@ def test_stop_strings_in_thoughts_end_nothing(name: str, text: str, stop: str, m
 def test_a_call_that_the_model_cuts_off_is_not_reported_as_finished(name: str) -> None:
     syntax = SYNTAXES[name].calls
     assert syntax is not None
-    call = bare(cmd="ls -l /") if name == "qwen3_coder" else syntax.written([("run", '{"cmd": "ls -l /"}')])
+    is_bare = issubclass(syntax.arguments, XmlParameters)
+    arguments = '{cmd:<|"|>ls -l /<|"|>}' if name == "gemma4" else '{"cmd": "ls -l /"}'
+    call = bare(syntax, cmd="ls -l /") if is_bare else syntax.written([("run", arguments)])
     chat = prepared_chat(name)
     last = list(outputs_of(chat, call + call[: call.index("-l")], [], FinishReason.STOP))[-1:]
     [choice] = chat.response(HEAD, last).model_dump()["choices"]
