@@ -30,7 +30,7 @@ from graph_timer import require_gpu, time_us
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import print_report
 
-from raypp.ops.backend import Routing
+from raypp.ops.backend import ExpertWeights, Router, Routing
 from raypp.ops.cuda.experts import (
     TABLE,
     CudaExperts,
@@ -179,10 +179,11 @@ def random_experts(shape: ExpertShape, num_layers: int, seed: int = 0) -> list[C
         CudaExperts(
             1 + normal(hidden),
             EPS,
-            normal(experts, hidden),
-            random_weight((experts, 2 * intermediate, hidden), shape.kinds[0]),
-            random_weight((experts, hidden, intermediate), shape.kinds[1]),
-            Routing(shape.num_chosen, normalizes=True),
+            Router(normal(experts, hidden), Routing(shape.num_chosen, normalizes=True)),
+            ExpertWeights(
+                random_weight((experts, 2 * intermediate, hidden), shape.kinds[0]),
+                random_weight((experts, hidden, intermediate), shape.kinds[1]),
+            ),
             device,
             workspace,
         )

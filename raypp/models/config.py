@@ -7,6 +7,7 @@ transformers 5 writes); `torch_dtype` and `dtype`. Needs no torch, so that plann
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,15 +19,15 @@ from raypp.models.asked import PROBE, asked
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer, ModulesConfig
 from raypp.models.checkpoint_names import are_alike, file_of_tensor, has_safetensors, name_of_text, stored_tensors
 from raypp.models.config_fields import ConfigFields, read_json
-from raypp.models.families import FAMILIES, QWEN_EXPERTS, ExpertFamily, ExpertNames, Family, Windows
+from raypp.models.families import FAMILIES, QWEN_EXPERTS, Activation, ExpertFamily, ExpertNames, Family, Windows
 from raypp.models.generation_config import GENERATION_CONFIG
 from raypp.models.quantization import Quantization, read_quantization
-from raypp.models.rope_config import read_rope, with_rope_scaling
+from raypp.models.rope_config import RopeConfig, of_kind, read_local_rope, read_rope, with_rope_scaling
 from raypp.models.vision_config import VisionConfig, read_vision_config
 from raypp.ops.state_sizes import ModuleState, StateTensor
 
-_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts")
-"""Published checkpoints have one or the other by family; transformers 5 writes the second for all."""
+_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Published checkpoints have one or the other by family; transformers 5 writes the second for most."""
 
 _ONLY: dict[str, tuple[object, ...]] = {
     "shared_expert_intermediate_size": (0,),
@@ -46,6 +47,21 @@ _ONLY: dict[str, tuple[object, ...]] = {
 """Fields of other expert models that change what is computed: the values that change nothing."""
 
 
+_OF_SIGMOID: dict[str, tuple[object, ...]] = {
+    "n_group": (),
+    "topk_group": (),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "routed_scaling_factor": (),
+    "first_k_dense_replace": (),
+}
+"""The same of those whose scores are sigmoids; nothing: any value, which is read."""
+_ACTIVATIONS: dict[Activation, tuple[str, tuple[str, ...]]] = {
+    "silu": ("hidden_act", ("silu", "swish")),
+    "gelu": ("hidden_activation", ("gelu_pytorch_tanh",)),
+}
+"""The field that names it, and its names."""
+_LOGIT_CAP = "final_logit_softcapping"
 _KV_SCHEME = "quantization_config.kv_cache_scheme"
 _KV_KNOWN = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 _KV_WHERE_UNSAID = {"strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -53,6 +69,7 @@ _KV_WHERE_UNSAID = {"strategy": "tensor", "dynamic": False, "symmetric": True}
 
 TRANSFORMERS = "transformers"
 """In front of the name of an architecture: its modules are transformers'."""
+_TEXT_PREFIXES = ("", "model.", "model.language_model.", "language_model.model.")
 _WITH_TOWER = "ForConditionalGeneration"
 _USUAL_POSITIONS = 8192  # where transformers' configuration says nothing: what positions are computed of has no end
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -106,6 +123,12 @@ class ModelConfig:
     has_fp8_kv_cache: bool = False  # whether the checkpoint was made for a KV cache in 8 bits
     adds_one_to_norms: bool = False  # whether norms multiply by 1 + weight
     mtp_prefix: str | None = None  # of the tensors of a head that drafts, if the model's checkpoints may have one
+    num_drafting_layers: int = 0  # behind the last layer, in the checkpoint alone: raypp has no such heads
+    has_wide_qk_norm: bool = False  # whether `qk_norm` is of all heads at once
+    activation: Activation = "silu"  # of dense layers
+    has_output_norms: bool = False  # whether attention's and the MLP's outputs are normalized before they are added
+    embedding_scale: float = 1.0
+    logit_cap: float | None = None  # logits become cap * tanh(logit / cap)
     num_members: int = 1  # of a stage; all sizes but those of the vocabulary are one member's, see `of_one_member`
 
     @property
@@ -181,18 +204,25 @@ def load_model_config(
         return _transformers_config(path, whole, architecture, trusts_code=trusts_code, has_options=has_options)
     family = FAMILIES[architecture]
     fields = _text_fields(whole) if isinstance(whole.get("text_config"), dict) else whole
+    said = {name: value for name, value in fields.values.items() if value is not None or name not in family.defaults}
+    fields = ConfigFields(file, {**family.defaults, **said})
+    local_rope = read_local_rope(fields) if family.has_local_rope else None
+    fields = of_kind(fields, _FULL)
     if rope_scaling is not None:
         fields = with_rope_scaling(fields, rope_scaling, family.rotated_share)
-    refuse_unsupported(fields)
+    refuse_unsupported(fields, family.activation)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise fields.error("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads={num_heads}")
-    head_dim = fields.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
+    head_dim = fields.integer("head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise fields.error("head_dim", head_dim, "an even number: rotary embedding pairs dimensions")
-    num_positions = fields.integer("max_position_embeddings", family.default_max_position_embeddings)
-    rope, num_positions = read_rope(fields, num_positions, max_model_len, share=family.rotated_share)
+    num_positions = fields.integer("max_position_embeddings")
+    share = family.rotated_share
+    if share is not None and fields.get("rotary_dim") is not None:
+        share = fields.integer("rotary_dim") / head_dim
+    rope, num_positions = read_rope(fields, num_positions, max_model_len, share=share)
     num_layers = fields.integer("num_hidden_layers")
     attention = AttentionConfig(
         num_heads=num_heads,
@@ -201,8 +231,9 @@ def load_model_config(
         v_dim=head_dim,
         rope=rope,
         has_gate=family.has_output_gate,
+        has_sinks=family.has_sinks,
     )
-    layers = _read_layers(fields, family, attention, num_layers)
+    layers = _read_layers(fields, family, attention, num_layers, local_rope)
     if family.layer_attention is not None:
         layers = [
             family.layer_attention(fields, index, layer) if isinstance(layer, AttentionConfig) else layer
@@ -223,7 +254,8 @@ def load_model_config(
         qkv_bias=fields.flag(family.qkv_bias),
         attention_output_bias=fields.flag(family.attention_output_bias),
         mlp_bias=fields.flag(family.mlp_bias),
-        qk_norm=family.qk_norm,
+        qk_norm=fields.flag(family.qk_norm),
+        has_wide_qk_norm=family.has_wide_qk_norm,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         max_position_embeddings=num_positions,
         dtype=read_dtype(fields),
@@ -235,13 +267,18 @@ def load_model_config(
         has_fp8_kv_cache=has_fp8_kv_cache(fields),
         adds_one_to_norms=family.adds_one_to_norms,
         mtp_prefix=family.mtp_prefix,
+        num_drafting_layers=fields.integer("num_nextn_predict_layers", 0, least=0),
+        activation=family.activation,
+        has_output_norms=family.has_output_norms,
+        embedding_scale=math.sqrt(hidden_size) if family.scales_embedding else 1.0,
+        logit_cap=fields.number(_LOGIT_CAP) if fields.get(_LOGIT_CAP) is not None else None,
     )
 
 
 def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
     """Return the configuration as the directory's weights have it: their names, and whether the LM head is tied.
 
-    A model that was saved without its head has no `model.` in front of its names.
+    A model that was saved without its head has no `model.` in front of its names; one beside a tower has more.
     Some checkpoints are called tied and store an LM head besides. It is mostly the embedding once more; where it is
     not, it is the LM head (as transformers has it: 5.17, `PreTrainedModel.tie_weights`).
 
@@ -251,8 +288,9 @@ def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
     if not has_safetensors(path):
         return config
     names = file_of_tensor(path)
-    if config.vision is None and EMBEDDING in names and config.weight_prefix + EMBEDDING not in names:
-        config = replace(config, weight_prefix="")
+    if config.vision is None and config.weight_prefix + EMBEDDING not in names:
+        found = next((prefix for prefix in _TEXT_PREFIXES if prefix + EMBEDDING in names), config.weight_prefix)
+        config = replace(config, weight_prefix=found)
     if not config.tie_word_embeddings:
         return config
     tensors = stored_tensors(path)
@@ -361,11 +399,13 @@ def _measured_mixer(attends: Mapping[str, Any] | None, states: Sequence[Mapping[
     return ModulesConfig(modules=tuple(modules), attention=attention)
 
 
-def refuse_unsupported(fields: ConfigFields) -> None:
+def refuse_unsupported(fields: ConfigFields, activation: Activation = "silu") -> None:
     """Refuse what changes a layer's computation and raypp does not have."""
-    activation = fields.get("hidden_act")
-    if activation not in (None, "silu", "swish"):  # two names of one function
-        raise fields.error("hidden_act", repr(activation), "silu, or swish, which is the same")
+    name, known = _ACTIVATIONS[activation]
+    if fields.get(name) not in (None, *known):
+        raise fields.error(name, repr(fields.get(name)), " or ".join(known))
+    if fields.get("use_bidirectional_attention"):
+        raise fields.error("use_bidirectional_attention", True, "false: a token sees those before it")
 
 
 def _least_intermediate(family: Family) -> int | None:
@@ -373,8 +413,16 @@ def _least_intermediate(family: Family) -> int | None:
     return 1 if family.experts is not None and family.experts.shared is not None else None
 
 
-def _read_layers(fields: ConfigFields, family: Family, attention: AttentionConfig, num_layers: int) -> list[LayerMixer]:
+def _read_layers(
+    fields: ConfigFields,
+    family: Family,
+    attention: AttentionConfig,
+    num_layers: int,
+    local_rope: RopeConfig | None = None,
+) -> list[LayerMixer]:
     """Return what each layer is: of `attention` with a window or without one, or a gated delta net.
+
+    Layers with a window have the `local_rope`, if there is one.
 
     Raises:
         ModelLoadError: a field is wrong, or names a kind of layer that the family does not have.
@@ -390,7 +438,9 @@ def _read_layers(fields: ConfigFields, family: Family, attention: AttentionConfi
     if len(linear) == num_layers:
         raise fields.error("layer_types", f"{num_layers} of {_LINEAR}", f"at least one {_FULL}")
     delta = replace(_read_gated_delta(fields), is_joined=family.has_joined_projections) if linear else attention
-    return [delta if index in linear else replace(attention, window=window) for index, window in enumerate(windows)]
+    local = attention if local_rope is None else replace(attention, rope=local_rope)
+    layers = [attention if window is None else replace(local, window=window) for window in windows]
+    return [delta if index in linear else layer for index, layer in enumerate(layers)]
 
 
 def _read_gated_delta(fields: ConfigFields) -> GatedDeltaConfig:
@@ -439,7 +489,11 @@ def read_windows(
             first = fields.integer("max_window_layers", windows.first_layer)
     kinds = fields.get("layer_types")
     if kinds is None:
-        return [window if index >= first else None for index in range(num_layers)]
+        interval = None if windows is None else windows.interval
+        if interval is not None:
+            interval = fields.integer("sliding_window_pattern", interval)
+        sees_all = {index for index in range(num_layers) if interval is not None and not (index + 1) % interval}
+        return [window if index >= first and index not in sees_all else None for index in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers or not set(map(str, kinds)) <= known:
         raise fields.error("layer_types", kinds, f"{num_layers} of {', '.join(sorted(known))}")
     if _SLIDING in kinds and window is None:
@@ -487,7 +541,14 @@ class ExpertConfig:
     names: ExpertNames = QWEN_EXPERTS  # in the checkpoint
     dense_layers: frozenset[int] = frozenset()  # layers with one MLP of `ModelConfig.intermediate_size` instead
     are_chosen_evenly: bool = False  # for measurements, see `raypp.ops.backend.Routing`
-    shared_size: int = 0  # of the MLP that all tokens go through besides, with a gate of its own; 0: there is none
+    shared_size: int = 0  # of the MLP that all tokens go through besides; 0: there is none
+    has_shared_gate: bool = True  # whether that is multiplied by the sigmoid of a product
+    has_sigmoid: bool = False  # of the router, see `raypp.ops.backend.Routing`; and so are the following
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    scaling: float = 1.0
+    has_pairs: bool = False  # see `ExpertFamily`
+    gate_limit: float | None = None  # the most of a gate that is clamped, see `raypp.ops.backend.Gate`; None: SiLU
 
 
 def read_experts(fields: ConfigFields, family: ExpertFamily, num_layers: int) -> ExpertConfig:
@@ -496,9 +557,10 @@ def read_experts(fields: ConfigFields, family: ExpertFamily, num_layers: int) ->
     Raises:
         ModelLoadError: a field is missing or wrong, or says of experts what raypp does not have.
     """
-    for name, allowed in _ONLY.items():
+    known = {**_ONLY, **_OF_SIGMOID} if family.has_sigmoid else _ONLY
+    for name, allowed in known.items():
         value = None if name == family.shared else fields.get(name)
-        if value is not None and value not in allowed:
+        if value is not None and allowed and value not in allowed:
             raise fields.error(
                 name, repr(value), f"{' or '.join(map(repr, allowed))}, or nothing: raypp has no experts of that kind"
             )
@@ -509,14 +571,33 @@ def read_experts(fields: ConfigFields, family: ExpertFamily, num_layers: int) ->
     step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in dense):
         raise fields.error("mlp_only_layers", repr(dense), "a list of layers")
+    first = fields.integer("first_k_dense_replace", 0, least=0)
+    num_groups, num_chosen_groups = (fields.integer(name, 1) for name in ("n_group", "topk_group"))
+    if num_experts % num_groups or (num_groups > 1 and num_experts < 2 * num_groups):
+        raise fields.error("n_group", num_groups, f"a divisor of {num_experts} experts, with two or more in each")
+    in_groups = num_experts // num_groups * min(num_chosen_groups, num_groups)
+    if num_chosen > in_groups:
+        raise fields.error("num_experts_per_tok", num_chosen, f"at most the {in_groups} experts of topk_group groups")
+    size = fields.integer(family.intermediate_size)
+    shared_size = 0 if family.shared is None else fields.integer(family.shared)
+    limit = None if family.gate_limit is None else fields.number("swiglu_limit", family.gate_limit)
     return ExpertConfig(
         num_experts=num_experts,
         num_chosen=num_chosen,
-        intermediate_size=fields.integer(family.intermediate_size),
+        intermediate_size=size,
         normalizes=fields.flag(family.normalizes),
         names=family.names,
-        dense_layers=frozenset(layer for layer in range(num_layers) if layer in dense or (layer + 1) % step),
-        shared_size=0 if family.shared is None else fields.integer(family.shared),
+        dense_layers=frozenset(
+            layer for layer in range(num_layers) if layer < first or layer in dense or (layer + 1) % step
+        ),
+        shared_size=shared_size * size if family.counts_shared else shared_size,
+        has_shared_gate=not family.counts_shared,
+        has_sigmoid=family.has_sigmoid,
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen_groups,
+        scaling=fields.number("routed_scaling_factor", 1.0),
+        has_pairs=family.has_pairs,
+        gate_limit=limit,
     )
 
 

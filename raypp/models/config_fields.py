@@ -36,13 +36,14 @@ class ConfigFields:
         """Return the field, None when absent."""
         return self.values.get(name)
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """Return a positive integer; without a default the field must be there."""
+    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return an integer of at least `least`; without a default the field must be there."""
         value = self.get(name)
         if value is None:
             value = default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(name, "nothing" if value is None else repr(value), "a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            allowed = "a positive integer" if least == 1 else f"an integer of at least {least}"
+            raise self.error(name, "nothing" if value is None else repr(value), allowed)
         return value
 
     def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:

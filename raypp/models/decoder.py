@@ -24,11 +24,12 @@ from raypp.models.draft_head import DraftHead
 from raypp.models.layer import TransformerLayer, axis_frequencies, inverse_frequencies, read_norm, read_vocabulary
 from raypp.models.member_sizes import ONLY_MEMBER, Member
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes
-from raypp.models.vision_config import TOWER_PREFIX
+from raypp.models.vision_config import TOWER_PREFIXES
 from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, Rotation
 from raypp.ops.backend import KernelSet, LMHead, Members, Projection
 from raypp.ops.member_kernels import with_members
+from raypp.ops.row_attention import capped
 from raypp.ops.row_state import LayerMemory
 from raypp.ops.weight import Weight
 
@@ -131,6 +132,9 @@ class DecoderModel:
         self.layers: list[DecoderLayer] = []
         """None yet before `load_weights`."""
         self._embedding: torch.Tensor | None = None
+        self._embedding_scale: torch.Tensor | None = None
+        if config.embedding_scale != 1.0:  # rounded to the type, as models were trained
+            self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device=device)
         self._head_embedding: torch.Tensor | None = None
         self._lm_head: LMHead | None = None
         self._head_support = head_support
@@ -188,10 +192,10 @@ class DecoderModel:
         prefix = f"{config.weight_prefix}layers."
         if name.startswith(prefix):
             index = name.removeprefix(prefix).partition(".")[0]
-            if index.isdecimal() and int(index) < config.num_layers:
+            if index.isdecimal() and int(index) < config.num_layers + config.num_drafting_layers:
                 return int(index) in self._layer_indices
         embeddings = {config.weight_prefix + EMBEDDING} | ({LM_HEAD} if config.tie_word_embeddings else set())
-        is_of_tower = name.startswith(TOWER_PREFIX)
+        is_of_tower = name.startswith(TOWER_PREFIXES)
         is_of_head = config.mtp_prefix is not None and name.startswith(config.mtp_prefix)
         return self.is_last and name not in embeddings and not is_of_tower and not is_of_head
 
@@ -223,12 +227,14 @@ class DecoderModel:
         """Return the tokens' embeddings, [T, H]. First stage only. Shapes: input_ids [T] int32 or int64."""
         assert self._embedding is not None, "not the first stage, or no weights yet"
         if self._members is None:
-            return F.embedding(input_ids, self._embedding)
-        rows = len(self._embedding)
-        places = input_ids - self._member.rank * rows
-        is_own = (places >= 0) & (places < rows)
-        own = F.embedding(places.clamp(0, rows - 1), self._embedding)
-        return self._members.sum_(own.masked_fill_(~is_own.unsqueeze(1), 0.0))
+            embedded = F.embedding(input_ids, self._embedding)
+        else:
+            rows = len(self._embedding)
+            places = input_ids - self._member.rank * rows
+            is_own = (places >= 0) & (places < rows)
+            own = F.embedding(places.clamp(0, rows - 1), self._embedding)
+            embedded = self._members.sum_(own.masked_fill_(~is_own.unsqueeze(1), 0.0))
+        return embedded if self._embedding_scale is None else embedded.mul_(self._embedding_scale)
 
     def forward(
         self,
@@ -286,9 +292,12 @@ class DecoderModel:
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits, [N, V] float32; in `out` if that is given. Last stage only. Shapes: hidden [N, H]."""
         if self._plain_lm_head is not None:
-            return self._plain_lm_head(self.normalize(hidden), out)
-        assert self._lm_head is not None, "not the last stage, or no weights yet"
-        return self._lm_head(hidden, out)
+            logits = self._plain_lm_head(self.normalize(hidden), out)
+        else:
+            assert self._lm_head is not None, "not the last stage, or no weights yet"
+            logits = self._lm_head(hidden, out)
+        cap = self._config.logit_cap
+        return logits if cap is None else capped(logits, cap, 1.0)
 
     def head_embedding(self) -> torch.Tensor:
         """Return the token embedding, [V, H]; see `raypp.models.draft_head.HeadTarget`."""

@@ -107,7 +107,7 @@ class DraftHead:
         else:
             self._fc = kernels.linear(fc, fc_bias)
         below = weights.below(config.layer_prefix)
-        attention = read_attention(layer, 0, below.below("self_attn."), config.attention_inputs)
+        attention = read_attention(layer, 0, below.below("self_attn."), config.attention_inputs, kernels)
         self._read_entry(below, attention)
         self._attention = kernels.attention(attention.heads)
         self._output = kernels.add_linear(attention.output, attention.output_bias)

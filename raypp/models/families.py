@@ -4,14 +4,14 @@ All have the layer of `raypp.models.layer`. Needs no torch, so that planning sta
 
 Sources: the published checkpoints' config.json and tensor names; transformers 5.17, `models/llama`, `models/qwen2`,
 `models/qwen3`, `models/qwen3_vl`, `models/qwen3_moe`, `models/mixtral`, `models/qwen3_vl_moe`, `models/qwen3_next`,
-`models/qwen3_5`, `models/qwen3_5_moe`.
+`models/qwen3_5`, `models/qwen3_5_moe`, `models/gpt_oss`, `models/gemma3`, `models/glm4_moe`, `models/minimax_m2`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from raypp.models.vision_config import VisionFamily
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 class ExpertNames:
     """What checkpoints call the parts of a layer's experts."""
 
-    block: str = "mlp."  # before `gate.weight`, the router, and `experts.{}.`
+    block: str = "mlp."  # before the others, and `experts.{}.`
+    router: str = "gate"
+    correction: str = "gate.e_score_correction_bias"
+    shared: str = "shared_expert."
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -40,7 +43,11 @@ class ExpertFamily:
     names: ExpertNames = QWEN_EXPERTS
     intermediate_size: str = "moe_intermediate_size"  # the key of config.json that says an expert's
     normalizes: bool | str = True  # whether the weights of a token's experts add up to 1: fixed, or the key
-    shared: str | None = None  # the key that says the size of an MLP for all tokens, with a gate; None: there is none
+    shared: str | None = None  # the key that says the size of an MLP for all tokens; None: there is none
+    counts_shared: bool = False  # whether that key says how many experts large it is; it has no gate then
+    has_sigmoid: bool = False  # whether a score is a sigmoid, with a correction, groups and a factor; see `Routing`
+    has_pairs: bool = False  # whether gate and up take turns in one tensor, experts and router have biases (gpt-oss)
+    gate_limit: float | None = None  # where config.json has no `swiglu_limit`; None: the gate is SiLU
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,10 @@ class Windows:
     default: int | None = None  # where config.json has no `sliding_window`; None: no window
     has_switch: bool = False  # whether it counts only where `use_sliding_window` is true
     first_layer: int | None = None  # where it has no `max_window_layers`; None: all layers, whatever that says
+    interval: int | None = None  # where it has no `sliding_window_pattern`: of so many layers the last sees all
 
 
+Activation = Literal["silu", "gelu"]
 LayerAttention = Callable[["ConfigFields", int, "AttentionConfig"], "AttentionConfig"]
 """Returns what a layer has, given config.json, its index, and what layers have as a rule."""
 
@@ -63,9 +72,10 @@ class Family:
     qkv_bias: bool | str = False  # of queries, keys and values: fixed, or the key of config.json that says it
     attention_output_bias: bool | str = False
     mlp_bias: bool | str = False
-    qk_norm: bool = False  # whether each query and key head is normalized before it is rotated
-    default_head_dim: int | None = None  # where config.json says nothing; None: hidden_size / num_attention_heads
-    default_max_position_embeddings: int
+    qk_norm: bool | str = False  # whether each query and key head is normalized before it is rotated
+    has_wide_qk_norm: bool = False  # whether that norm is of all query heads at once, and of all key heads
+    has_sinks: bool = False  # see `AttentionConfig`
+    defaults: Mapping[str, object]  # what fields of config.json are that it does not have
     weight_prefix: str = "model."  # of the language model's tensors, but for the LM head's
     vision: VisionFamily | None = None  # config.json has `text_config` and `vision_config`; see `models.qwen3_vl`
     windows: Windows | None = None  # None: all layers see all tokens, whatever `sliding_window` says
@@ -79,6 +89,10 @@ class Family:
     attend."""
     has_joined_projections: bool = False  # of gated delta nets, see `GatedDeltaConfig`
     mtp_prefix: str | None = None  # of the tensors of a head that drafts the next tokens; None: there is none
+    activation: Activation = "silu"  # of dense layers
+    has_output_norms: bool = False  # whether attention's and the MLP's outputs are normalized before they are added
+    scales_embedding: bool = False  # whether embeddings are multiplied by the root of their size
+    has_local_rope: bool = False  # whether windowed layers have a rope of their own, see `read_local_rope`
 
 
 _QWEN3_VL_TOWER = VisionFamily(vision_start_token_id=151652, has_deepstack=True)
@@ -86,8 +100,7 @@ _QWEN3_5 = Family(
     qkv_bias="attention_bias",
     attention_output_bias="attention_bias",
     qk_norm=True,
-    default_head_dim=256,
-    default_max_position_embeddings=32768,
+    defaults={"head_dim": 256, "max_position_embeddings": 32768},
     rotated_share=0.25,
     has_output_gate=True,
     adds_one_to_norms=True,
@@ -102,28 +115,62 @@ _QWEN3_5_BESIDE_TOWER = replace(
 _QWEN3_5_EXPERTS = ExpertFamily(shared="shared_expert_intermediate_size")
 
 
+def _gemma_attention(fields: ConfigFields, _: int, attention: AttentionConfig) -> AttentionConfig:
+    """Return how a layer of Gemma attends: with a factor and a cap of its own."""
+    cap = fields.number(_CAP) if fields.get(_CAP) is not None else None
+    return replace(attention, scale=fields.number("query_pre_attn_scalar") ** -0.5, soft_cap=cap)
+
+
+_CAP = "attn_logit_softcapping"
+_ROPE_OF_GPT_OSS = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+_OF_GEMMA = {
+    "head_dim": 256,
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+_GEMMA3 = Family(
+    qkv_bias="attention_bias",
+    attention_output_bias="attention_bias",
+    qk_norm=True,
+    defaults=_OF_GEMMA,
+    windows=Windows(4096, interval=6),
+    layer_attention=_gemma_attention,
+    adds_one_to_norms=True,
+    activation="gelu",
+    has_output_norms=True,
+    scales_embedding=True,
+    has_local_rope=True,
+)
+
+
 FAMILIES = {
     # Llama 2 and 3. From 3.1 on the rotary frequencies are stretched, see `raypp.models.layer`.
     "LlamaForCausalLM": Family(
         qkv_bias="attention_bias",
         attention_output_bias="attention_bias",
         mlp_bias="mlp_bias",
-        default_max_position_embeddings=2048,
+        defaults={"max_position_embeddings": 2048},
     ),
     # Mistral and Ministral: Llama's layer, in the first versions with a window.
-    "MistralForCausalLM": Family(default_max_position_embeddings=131072, windows=Windows(4096)),
-    "MinistralForCausalLM": Family(default_max_position_embeddings=131072, windows=Windows(4096)),
+    "MistralForCausalLM": Family(defaults={"max_position_embeddings": 131072}, windows=Windows(4096)),
+    "MinistralForCausalLM": Family(defaults={"max_position_embeddings": 131072}, windows=Windows(4096)),
     # Qwen2 and Qwen2.5.
     "Qwen2ForCausalLM": Family(
-        qkv_bias=True, default_max_position_embeddings=32768, windows=Windows(4096, has_switch=True, first_layer=28)
+        qkv_bias=True,
+        defaults={"max_position_embeddings": 32768},
+        windows=Windows(4096, has_switch=True, first_layer=28),
     ),
     # Qwen3, dense.
     "Qwen3ForCausalLM": Family(
         qkv_bias="attention_bias",
         attention_output_bias="attention_bias",
         qk_norm=True,
-        default_head_dim=128,
-        default_max_position_embeddings=32768,
+        defaults={"head_dim": 128, "max_position_embeddings": 32768},
         windows=Windows(4096, has_switch=True, first_layer=28),
     ),
     # Qwen3, with experts.
@@ -131,13 +178,13 @@ FAMILIES = {
         qkv_bias="attention_bias",
         attention_output_bias="attention_bias",
         qk_norm=True,
-        default_max_position_embeddings=32768,
+        defaults={"max_position_embeddings": 32768},
         windows=Windows(4096, has_switch=True),
         experts=ExpertFamily(normalizes="norm_topk_prob"),
     ),
     # Mixtral: Llama's attention, and experts in all layers.
     "MixtralForCausalLM": Family(
-        default_max_position_embeddings=131072,
+        defaults={"max_position_embeddings": 131072},
         windows=Windows(),
         experts=ExpertFamily(
             names=ExpertNames(block="block_sparse_moe.", gate="w1", up="w3", down="w2"),
@@ -149,8 +196,7 @@ FAMILIES = {
         qkv_bias="attention_bias",
         attention_output_bias="attention_bias",
         qk_norm=True,
-        default_head_dim=128,
-        default_max_position_embeddings=128000,
+        defaults={"head_dim": 128, "max_position_embeddings": 128000},
         weight_prefix="model.language_model.",
         vision=_QWEN3_VL_TOWER,
     ),
@@ -159,7 +205,7 @@ FAMILIES = {
         qkv_bias="attention_bias",
         attention_output_bias="attention_bias",
         qk_norm=True,
-        default_max_position_embeddings=128000,
+        defaults={"max_position_embeddings": 128000},
         weight_prefix="model.language_model.",
         vision=_QWEN3_VL_TOWER,
         experts=ExpertFamily(),
@@ -175,5 +221,60 @@ FAMILIES = {
     "Qwen3_5ForConditionalGeneration": _QWEN3_5_BESIDE_TOWER,
     "Qwen3_5MoeForCausalLM": replace(_QWEN3_5, experts=_QWEN3_5_EXPERTS),
     "Qwen3_5MoeForConditionalGeneration": replace(_QWEN3_5_BESIDE_TOWER, experts=_QWEN3_5_EXPERTS),
+    # gpt-oss: sinks, a window in every second layer, biases everywhere, experts with a gate that is cut off.
+    "GptOssForCausalLM": Family(
+        qkv_bias=True,
+        attention_output_bias=True,
+        has_sinks=True,
+        defaults={
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rope_theta": 150000.0,
+            "rope_parameters": _ROPE_OF_GPT_OSS,
+            "rms_norm_eps": 1e-5,
+        },
+        windows=Windows(128, interval=2),
+        experts=ExpertFamily(
+            names=ExpertNames(router="router"), intermediate_size="intermediate_size", has_pairs=True, gate_limit=7.0
+        ),
+    ),
+    # Gemma 2 and 3: norms before and after, windows, in Gemma 2 soft caps; the tower of Gemma 3 is left out.
+    "Gemma2ForCausalLM": replace(
+        _GEMMA3,
+        qk_norm=False,
+        defaults={**_OF_GEMMA, "vocab_size": 256000, "max_position_embeddings": 8192, "rope_theta": 1e4, _CAP: 50.0},
+        windows=Windows(4096, interval=2),
+        has_local_rope=False,
+    ),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(_GEMMA3, weight_prefix="language_model.model."),
+    # GLM-4.5 to 4.7, with experts: half of a head is rotated, and the first layers are dense.
+    "Glm4MoeForCausalLM": Family(
+        qkv_bias="attention_bias",
+        qk_norm="use_qk_norm",
+        defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "norm_topk_prob": True},
+        rotated_share=0.5,
+        experts=ExpertFamily(
+            names=ExpertNames(shared="shared_experts."),
+            normalizes="norm_topk_prob",
+            shared="n_shared_experts",
+            counts_shared=True,
+            has_sigmoid=True,
+        ),
+    ),
+    # MiniMax-M2: a norm of all queries of a token at once, and of all its keys.
+    "MiniMaxM2ForCausalLM": Family(
+        qk_norm=True,
+        has_wide_qk_norm=True,
+        defaults={"head_dim": 128, "max_position_embeddings": 196608, "rope_theta": 5e6},
+        rotated_share=1.0,
+        experts=ExpertFamily(
+            names=ExpertNames(
+                block="block_sparse_moe.", correction="e_score_correction_bias", gate="w1", up="w3", down="w2"
+            ),
+            intermediate_size="intermediate_size",
+            has_sigmoid=True,
+        ),
+    ),
 }
 """By the name of the architecture in config.json."""

@@ -3,8 +3,9 @@
     hidden -> norm -> q, k, v -> norm of heads -> rotary -> attention -> o -> + hidden -> norm -> MLP -> + hidden
     hidden -> norm -> q, k, v, gates -> convolution -> gated delta net -> gated norm -> o -> + hidden -> ...
 
-Families differ in biases and in the norm of each query and key head; the configuration says which a model has. Whether
-a layer attends or has a state, and whether its MLP is one gated MLP or experts, is by the layer's index.
+Families differ in biases, in norms of queries and keys, and in norms of what is added to the residual stream; the
+configuration says which a model has. Whether a layer attends or has a state, what its heads are, and whether its MLP
+is one gated MLP or experts, is by the layer's index.
 """
 
 from __future__ import annotations
@@ -20,18 +21,34 @@ import torch.nn.functional as F  # noqa: N812
 from raypp.errors import ModelLoadError
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig
 from raypp.models.config import ExpertConfig, ModelConfig
+from raypp.models.families import Activation
 from raypp.models.member_sizes import Member, Size, Span
 from raypp.models.rope_config import RopeConfig
 from raypp.models.weight_formats import Index
 from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Rotation
-from raypp.ops.backend import KernelSet, Routing
+from raypp.ops.backend import (
+    SILU,
+    ExpertWeights,
+    Gate,
+    GateFunction,
+    KernelSet,
+    Projection,
+    Router,
+    Routing,
+    gelu_gate,
+)
 from raypp.ops.kv_cache import LayerCache
 from raypp.ops.row_state import DeltaHeads, LayerState
 from raypp.ops.weight import Weight
 
 _FUSED_BLOCK = "mlp."
 """Of fused tensors, whatever the family."""
+_PAIRS = "gate_up_proj"
+"""The product of gates and ups that take turns."""
+_CLAMPED_ALPHA = 1.702  # of gpt-oss's gate
+_BLOCK_BYTES = 16  # of MXFP4: 32 inputs
+_GATES: dict[Activation, GateFunction] = {"silu": SILU, "gelu": gelu_gate}
 _LEAST_OUTPUTS = 16
 """Of a product: kernels are made for no fewer."""
 _QUANTIZED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
@@ -50,9 +67,48 @@ class AttentionWeights:
     qkv_bias: torch.Tensor | None
     output: Weight  # [H, Hq * D]
     output_bias: torch.Tensor | None
+    norm: WideNorm | None  # of all queries, and of all keys
 
 
-def read_attention(config: ModelConfig, index: int, weights: WeightReader, num_inputs: int) -> AttentionWeights:
+class WideNorm:
+    """The norm of all queries of a token at once, and of all its keys (OLMo 2, MiniMax-M2).
+
+    Members of a stage have some of the heads each, and add up the squares.
+
+    Args:
+        attention: Of the layer; one member's.
+        weights: Below the attention.
+        eps: Of the norm.
+        kernels: Of the device, or of a member.
+    """
+
+    def __init__(self, attention: AttentionConfig, weights: WeightReader, eps: float, kernels: KernelSet) -> None:
+        queries, keys, _ = attention.row_sizes
+        sharing, member = attention.num_sharing, weights.member
+        parts = (member.part(queries), member.part(keys, sharing))
+        self._gain = weights.stacked(("q_norm.weight", "k_norm.weight"), parts).float()
+        # Keys that several members have are counted as often.
+        counts = torch.tensor([queries * member.count, keys * member.count], dtype=torch.float32)
+        self._share = (1.0 / counts).to(weights.device)
+        self._sizes = (queries, keys)
+        self._eps = eps
+        self._summed = kernels.summed
+
+    def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Return queries and keys normalized, and values as they are. Shapes: qkv [T, ...], overwritten."""
+        qk = qkv[:, : sum(self._sizes)]
+        wide = qk.float()
+        squares = torch.stack([part.square().sum(1) for part in wide.split(self._sizes, 1)], 1)
+        scales = torch.rsqrt(self._summed(squares) * self._share + self._eps)
+        for part, scale in zip(wide.split(self._sizes, 1), scales.split(1, 1), strict=True):
+            part.mul_(scale)
+        qk.copy_(wide.mul_(self._gain))
+        return qkv
+
+
+def read_attention(
+    config: ModelConfig, index: int, weights: WeightReader, num_inputs: int, kernels: KernelSet
+) -> AttentionWeights:
     """Read the attention of layer `index`, whose projection has `num_inputs` columns K.
 
     Raises:
@@ -63,12 +119,14 @@ def read_attention(config: ModelConfig, index: int, weights: WeightReader, num_i
     head_dim, member, shared = attention.head_dim, weights.member, attention.num_sharing
     queries, keys, values = attention.row_sizes
     parts = (member.part(queries), member.part(keys, shared), member.part(values, shared))
-    qkv_bias = output_bias = norm = sinks = None
+    qkv_bias = output_bias = norm = wide_norm = sinks = None
     if config.qkv_bias:
         qkv_bias = weights.stacked(("q_proj.bias", "k_proj.bias", "v_proj.bias"), parts)
     if config.attention_output_bias:
         output_bias = weights.tensor("o_proj.bias", hidden)
-    if config.qk_norm:
+    if config.has_wide_qk_norm:
+        wide_norm = WideNorm(attention, weights, config.rms_norm_eps, kernels)
+    elif config.qk_norm:
         q_norm, k_norm = (read_norm(config, weights, f"{name}_norm.weight", head_dim) for name in "qk")
         norm = HeadNorm(q_norm, k_norm, config.rms_norm_eps)
     if attention.has_sinks:
@@ -95,6 +153,7 @@ def read_attention(config: ModelConfig, index: int, weights: WeightReader, num_i
         qkv_bias=qkv_bias,
         output=weights.weight(("o_proj",), (hidden,), member.part(attention.output_size)),
         output_bias=output_bias,
+        norm=wide_norm,
     )
 
 
@@ -103,6 +162,19 @@ def read_norm(config: ModelConfig, weights: WeightReader, name: str, size: int) 
     if not config.adds_one_to_norms:
         return weights.tensor(name, size)
     return weights.tensor(name, size, dtype=torch.float32).add_(1.0)
+
+
+def read_mlp_norm(config: ModelConfig, weights: WeightReader) -> torch.Tensor:
+    """Return what the norm before a layer's MLP multiplies by, [H]."""
+    name = "pre_feedforward_layernorm" if config.has_output_norms else "post_attention_layernorm"
+    return read_norm(config, weights, f"{name}.weight", config.hidden_size)
+
+
+def read_output_norm(config: ModelConfig, weights: WeightReader, name: str) -> tuple[torch.Tensor, float] | None:
+    """Return the weight and the epsilon of the norm of what is added, None for models without."""
+    if not config.has_output_norms:
+        return None
+    return read_norm(config, weights, name, config.hidden_size), config.rms_norm_eps
 
 
 def read_vocabulary(config: ModelConfig, weights: WeightReader, name: str) -> torch.Tensor:
@@ -147,9 +219,12 @@ class AttentionMixer:
     def __init__(
         self, config: ModelConfig, index: int, weights: WeightReader, kernels: KernelSet, norm: torch.Tensor
     ) -> None:
-        attention = read_attention(config, index, weights.below("self_attn."), config.hidden_size)
-        self.project = kernels.norm_linear(norm, config.rms_norm_eps, attention.qkv, attention.qkv_bias)
-        self.output = kernels.add_linear(attention.output, attention.output_bias)
+        attention = read_attention(config, index, weights.below("self_attn."), config.hidden_size, kernels)
+        projection = kernels.norm_linear(norm, config.rms_norm_eps, attention.qkv, attention.qkv_bias)
+        wide = attention.norm
+        self.project: Projection = projection if wide is None else lambda hidden: wide(projection(hidden))
+        output_norm = read_output_norm(config, weights, "post_attention_layernorm.weight")
+        self.output = kernels.add_linear(attention.output, attention.output_bias, output_norm)
         self._attention = kernels.attention(attention.heads)
 
     def attend(
@@ -209,6 +284,8 @@ class GatedDeltaMixer:
 class GatedMLP:
     """hidden + down(silu(gate(x)) * up(x)) with x = norm(hidden); gate and up are one product.
 
+    Some have GELU, and a norm of what is added.
+
     Args:
         config: The model's.
         weights: Below the layer's prefix.
@@ -217,7 +294,7 @@ class GatedMLP:
 
     def __init__(self, config: ModelConfig, weights: WeightReader, kernels: KernelSet) -> None:
         hidden, intermediate = config.hidden_size, weights.member.part(config.intermediate_size)
-        norm_weight = read_norm(config, weights, "post_attention_layernorm.weight", hidden)
+        norm_weight = read_mlp_norm(config, weights)
         mlp = weights.below("mlp.")
         rows = (intermediate, intermediate)
         gate_up_bias = down_bias = None
@@ -226,8 +303,10 @@ class GatedMLP:
             down_bias = mlp.tensor("down_proj.bias", hidden)
         gate_up = mlp.weight(("gate_proj", "up_proj"), rows, hidden)
         down = mlp.weight(("down_proj",), (hidden,), intermediate)
-        self._gate_up = kernels.norm_gated_linear(norm_weight, config.rms_norm_eps, gate_up, gate_up_bias)
-        self._down = kernels.add_linear(down, down_bias)
+        gate = _GATES[config.activation]
+        self._gate_up = kernels.norm_gated_linear(norm_weight, config.rms_norm_eps, gate_up, gate_up_bias, gate)
+        output_norm = read_output_norm(config, weights, "post_feedforward_layernorm.weight")
+        self._down = kernels.add_linear(down, down_bias, output_norm)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the residual stream after the MLP, [T, H]. Shapes: hidden [T, H], may be overwritten."""
@@ -350,24 +429,23 @@ class SparseMLP:
     def __init__(self, config: ModelConfig, weights: WeightReader, kernels: KernelSet) -> None:
         experts, hidden = config.experts, config.hidden_size
         assert experts is not None
-        norm_weight = read_norm(config, weights, "post_attention_layernorm.weight", hidden)
+        norm_weight = read_mlp_norm(config, weights)
         names, num_experts, size = experts.names, experts.num_experts, weights.member.part(experts.intermediate_size)
         is_renamed = names.block != _FUSED_BLOCK and weights.has(f"{_FUSED_BLOCK}gate.weight")
         block = weights.below(_FUSED_BLOCK if is_renamed else names.block)
-        if any(block.has(f"gate.{tensor}") for tensor in _QUANTIZED):
-            router = block.weight(("gate",), (num_experts,), hidden).dequantized(weights.dtype)
-        else:
-            router = block.tensor("gate.weight", num_experts, hidden)
-        if block.has("experts.gate_up_proj"):
+        router = _read_router(experts, block, hidden)
+        if block.has("experts.gate_up_proj") or block.has("experts.gate_up_proj_blocks"):
             block = block.of(FusedExperts(block.source, block.prefix + "experts.", experts, size.total, hidden))
-        gate_up = block.expert_weight("experts.{}.", num_experts, (names.gate, names.up), (size, size), hidden)
-        down = block.expert_weight("experts.{}.", num_experts, (names.down,), (hidden,), size)
-        routing = Routing(experts.num_chosen, experts.normalizes, experts.are_chosen_evenly)
-        self._experts = kernels.experts(norm_weight, config.rms_norm_eps, router, gate_up, down, routing)
+        if experts.has_pairs:
+            products = _read_pairs(experts, block, size, hidden)
+        else:
+            gate_up = block.expert_weight("experts.{}.", num_experts, (names.gate, names.up), (size, size), hidden)
+            down = block.expert_weight("experts.{}.", num_experts, (names.down,), (hidden,), size)
+            products = ExpertWeights(gate_up, down)
+        self._experts = kernels.experts(norm_weight, config.rms_norm_eps, router, products)
         self._shared: SharedMLP | None = None
         if experts.shared_size:
-            below = weights.below(names.block)
-            self._shared = SharedMLP(config, experts.shared_size, below, kernels, norm_weight)
+            self._shared = SharedMLP(config, experts, block, kernels, norm_weight)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the residual stream after the MLP, [T, H]. Shapes: hidden [T, H], may be overwritten."""
@@ -377,33 +455,76 @@ class SparseMLP:
         return self._shared.add(inner, self._experts(hidden))
 
 
+def _read_router(experts: ExpertConfig, block: WeightReader, hidden_size: int) -> Router:
+    """Read what chooses experts, below a layer's MLP."""
+    name, num_experts, bias, correction = experts.names.router, experts.num_experts, None, None
+    if any(block.has(f"{name}.{tensor}") for tensor in _QUANTIZED):
+        weight = block.weight((name,), (num_experts,), hidden_size).dequantized(block.dtype)
+    else:
+        weight = block.tensor(f"{name}.weight", num_experts, hidden_size)
+    if experts.has_pairs:
+        bias = block.tensor(f"{name}.bias", num_experts)
+    if experts.has_sigmoid:
+        correction = block.tensor(experts.names.correction, num_experts, dtype=torch.float32)
+    routing = Routing(
+        experts.num_chosen,
+        experts.normalizes,
+        experts.are_chosen_evenly,
+        has_sigmoid=experts.has_sigmoid,
+        num_groups=experts.num_groups,
+        num_chosen_groups=experts.num_chosen_groups,
+        scaling=experts.scaling,
+    )
+    return Router(weight, routing, bias, correction)
+
+
+def _read_pairs(experts: ExpertConfig, block: WeightReader, size: Span, hidden_size: int) -> ExpertWeights:
+    """Read experts with biases whose gate and up take turns; `size` is the member's part of I."""
+    num_experts, name = experts.num_experts, experts.names.down
+    pairs = Span(2 * size.start, 2 * size.size, 2 * size.total)
+    order = [*range(0, pairs.size, 2), *range(1, pairs.size, 2)]
+    gate_up = block.expert_weight("experts.{}.", num_experts, (_PAIRS,), (pairs,), hidden_size)
+    down = block.expert_weight("experts.{}.", num_experts, (name,), (hidden_size,), size)
+    gate_up_bias = block.tensor(f"experts.{_PAIRS}_bias", num_experts, pairs)
+    down_bias = block.tensor(f"experts.{name}_bias", num_experts, hidden_size)
+    gate = Gate(_CLAMPED_ALPHA, experts.gate_limit, offset=1.0)
+    return ExpertWeights(gate_up.sorted_outputs(order), down, gate_up_bias[:, order], down_bias, gate)
+
+
 class SharedMLP:
-    """down(s silu(gate(x)) up(x)) with x = norm(hidden) and s the sigmoid of one more product: for all tokens alike.
+    """down(s silu(gate(x)) up(x)) with x = norm(hidden): for all tokens alike.
+
+    s is the sigmoid of one more product, or 1.
 
     Args:
         config: The model's.
-        size: Of the MLP.
+        experts: Its experts.
         weights: Below the layer's MLP.
         kernels: Of the device.
         norm: Of the layer's MLP.
     """
 
     def __init__(
-        self, config: ModelConfig, size: int, weights: WeightReader, kernels: KernelSet, norm: torch.Tensor
+        self, config: ModelConfig, experts: ExpertConfig, weights: WeightReader, kernels: KernelSet, norm: torch.Tensor
     ) -> None:
-        hidden, eps, mlp = config.hidden_size, config.rms_norm_eps, weights.below("shared_expert.")
-        part = weights.member.part(size)
+        hidden, eps, mlp = config.hidden_size, config.rms_norm_eps, weights.below(experts.names.shared)
+        part = weights.member.part(experts.shared_size)
         gate_up = mlp.weight(("gate_proj", "up_proj"), (part, part), hidden)
         self._gate_up = kernels.norm_gated_linear(norm, eps, gate_up)
-        gate = weights.weight(("shared_expert_gate",), (1,), hidden).dequantized(weights.dtype)
-        rows = torch.cat((gate, gate.new_zeros(_LEAST_OUTPUTS - 1, hidden)))
-        self._share = kernels.norm_linear(norm, eps, Weight(rows))
+        self._share: Projection | None = None
+        if experts.has_shared_gate:
+            gate = weights.weight(("shared_expert_gate",), (1,), hidden).dequantized(weights.dtype)
+            rows = torch.cat((gate, gate.new_zeros(_LEAST_OUTPUTS - 1, hidden)))
+            self._share = kernels.norm_linear(norm, eps, Weight(rows))
         self.add = kernels.add_linear(mlp.weight(("down_proj",), (hidden,), part))
         """(inner, residual) -> residual + what the MLP gives."""
 
     def inner(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what the last product takes, [T, size]. Shapes: hidden [T, H]."""
-        inner, share = self._gate_up(hidden), torch.sigmoid(self._share(hidden)[:, :1])
+        inner = self._gate_up(hidden)
+        if self._share is None:
+            return inner
+        share = torch.sigmoid(self._share(hidden)[:, :1])
         if inner.dtype == share.dtype:
             return inner.mul_(share)
         return inner.to(share.dtype).mul_(share).to(inner.dtype)  # what a product in 8 bits takes
@@ -415,9 +536,10 @@ class FusedExperts:
         by expert    mlp.experts.{e}.gate_proj.weight [I, H], up_proj.weight [I, H], down_proj.weight [H, I]
         fused        mlp.experts.gate_up_proj [E, 2 I, H], mlp.experts.down_proj [E, H, I]
         turned       mlp.experts.gate_up_proj [E, H, 2 I], mlp.experts.down_proj [E, I, H]
+        MXFP4        mlp.experts.gate_up_proj_blocks [E, 2 I, H / 32, 16], .._scales [E, 2 I, H / 32], and so on
 
     E experts of I dimensions. The published Qwen3-VL-MoE is turned; transformers 5 writes it fused, the others by
-    expert.
+    expert. gpt-oss is turned in 16 bits, and its first tensor is one product.
 
     Args:
         source: Has the fused tensors.
@@ -432,14 +554,17 @@ class FusedExperts:
         self._prefix = prefix
         names = experts.names
         self._parts = {
-            f"{names.gate}.weight": ("gate_up_proj", slice(0, size)),
-            f"{names.up}.weight": ("gate_up_proj", slice(size, 2 * size)),
-            f"{names.down}.weight": ("down_proj", slice(0, hidden_size)),
+            names.gate: ("gate_up_proj", slice(0, size)),
+            names.up: ("gate_up_proj", slice(size, 2 * size)),
+            _PAIRS: ("gate_up_proj", slice(0, 2 * size)),
+            names.down: ("down_proj", slice(0, hidden_size)),
         }
         shapes = {
             "gate_up_proj": (experts.num_experts, 2 * size, hidden_size),
             "down_proj": (experts.num_experts, hidden_size, size),
         }
+        has_blocks = source.shape_of(prefix + "gate_up_proj_blocks") is not None
+        self._endings = {"weight_packed": "_blocks", "weight_scale": "_scales"} if has_blocks else {"weight": ""}
         # One of the two may be square, never both.
         self._has_inputs_first = all(source.shape_of(prefix + name) == _turned(shape) for name, shape in shapes.items())
         self._shapes = {name: _turned(shape) if self._has_inputs_first else shape for name, shape in shapes.items()}
@@ -453,20 +578,29 @@ class FusedExperts:
         expert, _, layer = name.removeprefix(self._prefix).partition(".")
         if not name.startswith(self._prefix) or not expert.isdecimal():
             return self._source.get(name, shape, dtype, where)
-        if layer not in self._parts:
+        module, _, kind = layer.rpartition(".")
+        if kind not in self._endings:
             raise ModelLoadError(
                 f"there is no tensor {name} for quantized experts",
-                got=f"experts in one tensor, {self._prefix}gate_up_proj",
-                expected="experts in one tensor only in 16 or 32 bits",
+                got=f"experts in one tensor, {self._prefix}gate_up_proj{next(iter(self._endings.values()))}",
+                expected="experts in one tensor only in 16 or 32 bits, or in MXFP4",
                 hint="use a checkpoint that stores each expert by itself, or leave them out of quantization_config",
             )
-        fused, rows = self._parts[layer]
+        fused, rows = self._parts[module]
         outputs, inputs = (slice(None), slice(None)) if where is None else where
         assert isinstance(outputs, slice)
         begin, end, _ = outputs.indices(rows.stop - rows.start)
-        outputs = slice(rows.start + begin, rows.start + end)
+        outputs, stored = slice(rows.start + begin, rows.start + end), self._prefix + fused + self._endings[kind]
+        num_experts, *sizes = self._shapes[fused]
+        if kind != "weight":  # blocks of 16 bytes, and their scales
+            in_block = (_BLOCK_BYTES,) if kind == "weight_packed" else ()
+            assert isinstance(inputs, slice)
+            first, last, _ = inputs.indices(shape[1])
+            blocks = Span(first, last - first, shape[1]).by(math.prod(in_block))
+            whole = (num_experts, sizes[0], blocks.total, *in_block)
+            return self._source.get(stored, whole, dtype, (int(expert), outputs, blocks.slice)).flatten(1)
         place = (int(expert), *((inputs, outputs) if self._has_inputs_first else (outputs, inputs)))
-        part = self._source.get(self._prefix + fused, self._shapes[fused], dtype, place)
+        part = self._source.get(stored, self._shapes[fused], dtype, place)
         return (part.t() if self._has_inputs_first else part).contiguous()
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:

@@ -119,6 +119,25 @@ def read_rope(
     return _read_yarn(rope, scaling, factor, original), num_positions
 
 
+def of_kind(fields: ConfigFields, kind: str) -> ConfigFields:
+    """Return the fields with the `rope_parameters` of one kind of layers, where these say them by kind."""
+    by_kind = fields.get("rope_parameters")
+    if not isinstance(by_kind, dict) or not any(isinstance(value, dict) for value in by_kind.values()):
+        return fields
+    return ConfigFields(fields.file, {**fields.values, "rope_parameters": by_kind.get(kind)})
+
+
+def read_local_rope(fields: ConfigFields) -> RopeConfig:
+    """Return how layers with a window turn, where they have a base of their own, `rope_local_base_freq` (Gemma 3).
+
+    Raises:
+        ModelLoadError: a field is missing or wrong.
+    """
+    values = {**fields.values, "rope_theta": fields.get("rope_local_base_freq"), "rope_scaling": None}
+    of_window = of_kind(ConfigFields(fields.file, values), "sliding_attention")
+    return read_rope(of_window, fields.integer(_MAX))[0]
+
+
 def with_rope_scaling(
     fields: ConfigFields, rope_scaling: Mapping[str, Any], share: float | None = None
 ) -> ConfigFields:

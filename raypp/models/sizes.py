@@ -212,10 +212,10 @@ def _products(config: ModelConfig, index: int) -> tuple[list[_Product], list[_Pr
     shared.append(_Product(output, hidden, attention.output_size, is_summed=True))
     experts = config.experts_of(index)
     if experts is not None and experts.shared_size:
-        shared += _gated_mlp(
-            f"{experts.names.block}shared_expert.", ("gate_proj", "down_proj"), hidden, experts.shared_size
-        )
-        shared.append(_Product(f"{experts.names.block}shared_expert_gate", 1, hidden))
+        below = experts.names.block + experts.names.shared
+        shared += _gated_mlp(below, ("gate_proj", "down_proj"), hidden, experts.shared_size)
+        if experts.has_shared_gate:
+            shared.append(_Product(f"{experts.names.block}shared_expert_gate", 1, hidden))
     if experts is None:
         return shared + _gated_mlp("mlp.", ("gate_proj", "down_proj"), hidden, config.intermediate_size), []
     names = experts.names
@@ -234,9 +234,10 @@ def _num_other_parameters(config: ModelConfig, index: int) -> int:
     """Return how many parameters of a layer are never quantized: norms, biases, the router."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     attention = config.attention[index]
-    count = 2 * hidden
+    count = (4 if config.has_output_norms else 2) * hidden
     if isinstance(attention, AttentionConfig):
-        count += 2 * attention.head_dim * config.qk_norm + attention.num_heads * attention.has_sinks
+        of_norms = sum(attention.row_sizes[:2]) if config.has_wide_qk_norm else 2 * attention.head_dim
+        count += of_norms * config.qk_norm + attention.num_heads * attention.has_sinks
         count += sum(attention.row_sizes) * config.qkv_bias + hidden * config.attention_output_bias
     else:  # numbers per head, the norm, and the convolution
         assert isinstance(attention, GatedDeltaConfig)
@@ -244,7 +245,8 @@ def _num_other_parameters(config: ModelConfig, index: int) -> int:
         count += 2 * shape.num_v_heads + shape.v_dim + shape.conv_dim * shape.kernel_size
     experts = config.experts_of(index)
     if experts is not None:
-        return count + experts.num_experts * hidden
+        biases = (1 + 2 * experts.intermediate_size + hidden) * experts.has_pairs
+        return count + experts.num_experts * (hidden + experts.has_sigmoid + biases)
     return count + (2 * intermediate + hidden) * config.mlp_bias
 
 

@@ -13,6 +13,11 @@ from pathlib import Path
 from raypp.models.config_fields import ConfigFields, read_json
 
 TOWER_PREFIX = "model.visual."
+TOWER_PREFIXES = (
+    TOWER_PREFIX,
+    *(before + part for before in ("", "model.") for part in ("vision_tower.", "multi_modal_projector.")),
+)
+"""The same, and those of towers that raypp does not have, whose language model it runs."""
 """Of the tower's tensors in a checkpoint."""
 
 _HALF = (0.5, 0.5, 0.5)

@@ -137,6 +137,13 @@ class Gate:
 
 
 SILU = Gate()
+GateFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From a gate and what it is for to both as one, of their type. Shapes: alike."""
+
+
+def gelu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return gelu(gate) * up, with the tanh that stands for the normal distribution (Gemma)."""
+    return F.gelu(gate, approximate="tanh") * up
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,32 +273,37 @@ class KernelSet(Protocol):
         """Return x -> x W^T + b. Shapes: weight [N, K]; bias [N]."""
 
     def norm_gated_linear(
-        self, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None = None
+        self,
+        norm_weight: torch.Tensor,
+        eps: float,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        gate: GateFunction = SILU,
     ) -> Projection:
-        """Return x -> silu(gate) * up of norm(x) W^T + b. Shapes: norm_weight [K]; weight [2 I, K], the gate first.
+        """Return x -> gate(a, b) of the halves a and b of norm(x) W^T + b, as a rule silu(a) * b.
 
-        The weight belongs to the projection from then on and may be changed.
+        Shapes: norm_weight [K]; weight [2 I, K], the gate's first. The weight belongs to the projection from then on
+        and may be changed.
         """
 
-    def add_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> AddedProjection:
-        """Return (x, residual) -> residual + x W^T + b. Shapes: weight [H, K]; bias [H]."""
+    def add_linear(
+        self, weight: Weight, bias: torch.Tensor | None = None, norm: tuple[torch.Tensor, float] | None = None
+    ) -> AddedProjection:
+        """Return (x, residual) -> residual + x W^T + b, or residual + norm(x W^T + b).
+
+        Shapes: weight [H, K]; bias [H]; norm a weight [H], and the norm's epsilon.
+        """
 
     def member_sum(self, members: Members) -> AddedProjection:
         """Return (x, residual) -> the sum of all members' x and the residual, which may be in place of x."""
 
-    def experts(
-        self,
-        norm_weight: torch.Tensor,
-        eps: float,
-        router: torch.Tensor,
-        gate_up: Weight,
-        down: Weight,
-        routing: Routing,
-    ) -> Experts:
-        """Return x -> x + sum of w_e down_e(silu(gate_e(n)) * up_e(n)) over a token's experts e, with n = norm(x).
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the x of all members of the stage, maybe in its place; x itself where it has no others."""
 
-        The host never knows the routing, so a CUDA graph can hold it at every decode size. Shapes: norm_weight [H];
-        router [E, H]; gate_up [E, 2 I, H], the gate first; down [E, H, I].
+    def experts(self, norm_weight: torch.Tensor, eps: float, router: Router, weights: ExpertWeights) -> Experts:
+        """Return x -> x + sum of w_e down_e(gate(gate_e(n), up_e(n))) over a token's experts e, with n = norm(x).
+
+        The host never knows the routing, so a CUDA graph can hold it at every decode size. Shapes: norm_weight [H].
         """
 
     def chosen_experts(self, weights: ExpertWeights) -> ChosenExperts:
@@ -344,23 +356,59 @@ class Routing:
         num_chosen: k, experts by token.
         normalizes: Whether a token's weights are divided by their sum (`norm_topk_prob`; Mixtral always).
         is_even: For measurements: choose by a hash of the logits' bits, so that random weights load experts evenly.
+        has_sigmoid: Whether each expert's score is the sigmoid of its logit (arXiv:2412.19437); else their softmax.
+        num_groups: G, of as many experts each; a token's experts are of some of them.
+        num_chosen_groups: Of these: those with the largest sum of their two best scores.
+        scaling: What the weights are multiplied by.
     """
 
     num_chosen: int
     normalizes: bool
     is_even: bool = False
+    has_sigmoid: bool = False
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    scaling: float = 1.0
 
 
-def choose_experts(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's experts, [T, k] int64, the most likely first, and their weights, [T, k] float32.
+@dataclass(frozen=True, eq=False)
+class Router:
+    """What chooses each token's experts, by the norm of its state."""
 
-    Shapes: logits [T, E] of any float type. Of equal logits the expert with the lower number comes first.
+    weight: torch.Tensor  # [E, H]
+    routing: Routing
+    bias: torch.Tensor | None = None  # [E], of the logits
+    correction: torch.Tensor | None = None  # [E] float32: added to the scores for the choice, not for the weights
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a softmax of a product without a bias."""
+        routing = self.routing
+        plain = Routing(routing.num_chosen, routing.normalizes, routing.is_even)
+        return self.bias is None and self.correction is None and routing == plain
+
+
+def choose_experts(
+    logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token's experts, [T, k] int64, the best first, and their weights, [T, k] float32.
+
+    Shapes: logits [T, E] of any float type; correction as in `Router`. Of equal scores the expert with the lower number
+    comes first. Nothing is asked of the device.
     """
-    probabilities = torch.softmax(logits.float(), -1)
-    ranked = torch.sort(_hashed(logits) if routing.is_even else probabilities, dim=-1, descending=True, stable=True)
+    scores = torch.sigmoid(logits.float()) if routing.has_sigmoid else torch.softmax(logits.float(), -1)
+    ranks = scores if correction is None else scores + correction
+    if routing.num_groups > 1:
+        by_group = ranks.unflatten(1, (routing.num_groups, -1))
+        best = by_group.topk(2).values.sum(-1).topk(routing.num_chosen_groups).indices
+        is_open = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        ranks = by_group.masked_fill(~is_open.unsqueeze(2), -torch.inf).flatten(1)
+    ranked = torch.sort(_hashed(logits) if routing.is_even else ranks, dim=-1, descending=True, stable=True)
     experts = ranked.indices[:, : routing.num_chosen]
-    weights = probabilities.gather(1, experts)
-    return experts, weights / weights.sum(-1, keepdim=True) if routing.normalizes else weights
+    weights = scores.gather(1, experts)
+    if routing.normalizes:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return experts, weights if routing.scaling == 1.0 else weights * routing.scaling
 
 
 def _hashed(logits: torch.Tensor) -> torch.Tensor:

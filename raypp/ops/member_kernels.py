@@ -10,11 +10,12 @@ operations in the same order. Sums are in the order of ranks, so their bits are 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
-from raypp.ops.backend import AddedProjection, Experts, KernelSet, LMHead, Members, Projection, Routing
+from raypp.ops.backend import AddedProjection, Experts, ExpertWeights, KernelSet, LMHead, Members, Projection, Router
 from raypp.ops.weight import Weight
 
 
@@ -56,22 +57,24 @@ class _MemberKernels:
     def in_8_bits(self) -> KernelSet:
         return with_members(self._kernels.in_8_bits(), self._members, self._vocab_size)
 
-    def add_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> AddedProjection:
-        """Return (x, residual) -> residual + the sum of x W^T + b over the members, b once."""
+    def add_linear(
+        self, weight: Weight, bias: torch.Tensor | None = None, norm: tuple[torch.Tensor, float] | None = None
+    ) -> AddedProjection:
+        """Return (x, residual) -> residual + the sum of x W^T + b over the members, or its norm, b once."""
         linear = self._kernels.linear(weight, bias if self._members.rank == 0 else None)
         sum_ = self._sum
-        return lambda x, residual: sum_(linear(x), residual)
+        if norm is None:
+            return lambda x, residual: sum_(linear(x), residual)
+        normed = self._kernels.norm(*norm)
+        return lambda x, residual: normed(sum_(linear(x), torch.zeros_like(residual))).add_(residual)
 
-    def experts(
-        self,
-        norm_weight: torch.Tensor,
-        eps: float,
-        router: torch.Tensor,
-        gate_up: Weight,
-        down: Weight,
-        routing: Routing,
-    ) -> Experts:
-        experts = self._kernels.experts(norm_weight, eps, router, gate_up, down, routing)
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        return self._sum(x, torch.zeros_like(x))
+
+    def experts(self, norm_weight: torch.Tensor, eps: float, router: Router, weights: ExpertWeights) -> Experts:
+        if weights.down_bias is not None and self._members.rank:  # it is added once
+            weights = replace(weights, down_bias=torch.zeros_like(weights.down_bias))
+        experts = self._kernels.experts(norm_weight, eps, router, weights)
         sum_ = self._sum
 
         def summed(hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -19,7 +19,7 @@ from scipy import stats
 
 from raypp.ops import vision
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
-from raypp.ops.backend import ExpertWeights, Gate, KernelSet, Routing, choose_experts
+from raypp.ops.backend import ExpertWeights, Gate, KernelSet, Router, Routing, choose_experts
 from raypp.ops.block_store import Planes, TorchBlockMover
 from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.cpu.torch_gated_delta import TorchGatedDelta
@@ -1165,7 +1165,7 @@ def check_experts(
     down = random_weight(kernels, (experts, hidden, intermediate), shape.kinds[1], blocks[1], has_zero)
     routing = Routing(shape.num_chosen, normalizes)
     kernel_set = CudaKernels(DEVICE, dtype, block_size=16, max_query_len=1, num_ring_entries=1)
-    layer = kernel_set.experts(norm_weight, 1e-6, router, gate_up, down, routing)
+    layer = kernel_set.experts(norm_weight, 1e-6, Router(router, routing), ExpertWeights(gate_up, down))
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         return layer(rows.clone()) if cut is None else layer.run(rows.clone(), cut)

@@ -41,6 +41,8 @@ TYPES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 64},
     "deepseek_v3": {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64, "head_dim": 16},
 }
+NATIVE = {name: TYPES[name] for name in ("gemma3_text", "gpt_oss", "glm4_moe")} | {"minimax_m2": {"head_dim": 64}}
+"""Types with layers of raypp's own some of whose parts have no kernel."""
 OF_STATES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
     "nemotron_h": {"head_dim": 64},
@@ -87,6 +89,14 @@ def generate(path: Path, mode: str, **more: Any) -> list[list[int]]:
 def test_tokens_are_transformers(model_type: str, mode: str, tmp_path: Path) -> None:
     path = make_shrunken(model_type, tmp_path, **TYPES[model_type])
     assert_likely(path, generate(path, mode), f"{model_type}, {mode}", MOST_LOST)
+
+
+@pytest.mark.parametrize("mode", ["none", "full_and_piecewise"])
+@pytest.mark.parametrize("model_type", NATIVE)
+def test_tokens_of_own_layers_are_transformers(model_type: str, mode: str, tmp_path: Path) -> None:
+    path = make_shrunken(model_type, tmp_path, **NATIVE[model_type])
+    texts = generate(path, mode, model_impl="raypp")
+    assert_likely(path, texts, f"{model_type}, own layers, {mode}", MOST_LOST)
 
 
 @pytest.mark.skipif(IS_DRY, reason="where checkpoints stand is computed by kernels")

@@ -19,11 +19,12 @@ import torch
 import transformers  # its classes are imported where they are used: that takes seconds
 
 DENSE_FAMILIES = ("qwen3", "qwen2", "llama")
-EXPERT_FAMILIES = ("qwen3_moe", "mixtral")
+EXPERT_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "minimax_m2")
 FAMILIES = DENSE_FAMILIES + EXPERT_FAMILIES
-WINDOW_FAMILIES = ("mistral", "ministral")
-"""Llama's layer with a window: in all layers, and in some."""
+WINDOW_FAMILIES = ("mistral", "ministral", "gpt_oss", "gemma2", "gemma3")
+"""With a window: in all layers, and in some."""
 
+GEMMA = ("gemma2", "gemma3")
 STATE_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Gated delta nets, and gated attention in some of the layers."""
 
@@ -44,6 +45,11 @@ _ARCHITECTURES = {
     "mixtral": "Mixtral",
     "mistral": "Mistral",
     "ministral": "Ministral",
+    "gpt_oss": "GptOss",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
+    "glm4_moe": "Glm4Moe",
+    "minimax_m2": "MiniMaxM2",
 }
 _GQA_RATIOS = (1, 2, 4)
 # The larger, the more varied the continuations, and the larger what rounding does to the logits: it stays below 1e-4.
@@ -55,6 +61,11 @@ _WEIGHT_SCALES = {
     "mixtral": (0.12, 0.15, 0.18),
     "mistral": (0.12, 0.15, 0.18),
     "ministral": (0.12, 0.15, 0.18),
+    "gpt_oss": (0.2, 0.25, 0.3),
+    "gemma2": (0.2, 0.25, 0.3),
+    "gemma3": (0.2, 0.25, 0.3),
+    "glm4_moe": (0.2, 0.25, 0.3),
+    "minimax_m2": (0.2, 0.25, 0.3),
     "qwen3_5": (0.15, 0.2, 0.25),
     "qwen3_5_moe": (0.1, 0.12, 0.15),
     "qwen3_next": (0.1, 0.12, 0.15),
@@ -70,6 +81,7 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,  # so that prompts of a few tokens feel it
 }
+_LOCAL_ROPE = {"rope_type": "default", "rope_theta": 300.0}
 _YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 
@@ -81,13 +93,15 @@ def make_checkpoint(family: str, seed: int, directory: Path, *, min_layers: int 
     Weights are large enough, norms and biases random enough, that greedy continuations vary and near-ties are rare.
     """
     name = _ARCHITECTURES[family]
-    of_config = "TextConfig" if family.startswith("qwen3_5") else "Config"
+    of_config = "TextConfig" if family.startswith(("qwen3_5", "gemma3")) else "Config"
     config_class, model_class = (getattr(transformers, name + end) for end in (of_config, "ForCausalLM"))
     choices = _configuration(family, seed, min_layers) | others
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = model_class(config_class(**choices))
-        _randomize(model, adds_one=family in STATE_FAMILIES)
+        _randomize(model, adds_one=family in (*STATE_FAMILIES, *GEMMA))
+        if family in GEMMA:  # else its scaled embedding, once more the LM head, says again what was said
+            model.model.embed_tokens.weight.data.mul_(0.25)
     # Most are float32: rounding to 16 bits makes equal logits likelier.
     dtype = (torch.float32, torch.bfloat16, torch.float32, torch.float16)[seed % 4]
     model.to(dtype).save_pretrained(directory, max_shard_size="60KB" if seed % 3 == 1 else "5GB")
@@ -107,7 +121,7 @@ def sizes_for_members(family: str, count: int, seed: int) -> dict[str, Any]:
     }
     if family in STATE_FAMILIES:
         sizes |= {"linear_num_key_heads": 12, "linear_num_value_heads": 12}
-    if family in ("qwen3_moe", "qwen3_5_moe", "qwen3_next"):
+    if family in ("qwen3_moe", "qwen3_5_moe", "qwen3_next", "glm4_moe"):
         sizes |= {"moe_intermediate_size": 48}
     if family in ("qwen3_5_moe", "qwen3_next"):
         sizes |= {"shared_expert_intermediate_size": 24}
@@ -139,15 +153,23 @@ def _configuration(family: str, seed: int, min_layers: int) -> dict[str, Any]:
         choices |= {"head_dim": head_dim}
     if family in WINDOW_FAMILIES:
         choices |= {"sliding_window": rng.choice((1, 3, 8, 21, 64))}
-    elif family not in ("qwen2", "mixtral"):
+        if family == "gpt_oss":
+            choices |= _experts(family, seed)
+    elif family not in ("qwen2", "mixtral", "minimax_m2"):
         choices |= {"attention_bias": seed % 3 == 2}
     if family in EXPERT_FAMILIES:
         choices |= _experts(family, seed)
     if family in STATE_FAMILIES:
         choices |= _states(family, seed, choices["num_hidden_layers"])
-    if family == "ministral":
+    if family == "ministral" or (family in ("gpt_oss", *GEMMA) and seed % 2 == 0):
         kinds = ("sliding_attention", "full_attention")
         choices |= {"layer_types": [kinds[index % 3 == seed % 3] for index in range(choices["num_hidden_layers"])]}
+    if family in GEMMA:
+        choices |= {"query_pre_attn_scalar": rng.choice((7, 24)), "final_logit_softcapping": (None, 3.0)[seed % 2]}
+    if family == "gemma2":
+        choices |= {"attn_logit_softcapping": rng.choice((2.0, 50.0))}
+    if family == "gemma3":
+        choices |= {"sliding_window_pattern": 2 + seed % 2}
     if family == "llama":
         choices |= {"mlp_bias": seed % 5 == 2}
     if family in STATE_FAMILIES:
@@ -168,6 +190,11 @@ def _configuration(family: str, seed: int, min_layers: int) -> dict[str, Any]:
         rope |= _YARN_ROPE | ({"truncate": False} if seed % 3 == 1 else {"mscale": 1.0, "mscale_all_dim": 0.7})
     elif seed % 7 == 6:
         rope |= {"rope_type": "dynamic", "factor": 4.0}
+    if family in ("glm4_moe", "minimax_m2"):
+        rope |= {"partial_rotary_factor": (0.5, 1.0, 0.5)[seed % 3]}
+    if family == "gemma3":
+        rope.pop("truncate", None)  # transformers looks for it outside of a kind's parameters
+        return choices | {"rope_parameters": {"full_attention": rope, "sliding_attention": _LOCAL_ROPE}}
     return choices | {"rope_parameters": rope}
 
 
@@ -200,8 +227,24 @@ def _states(family: str, seed: int, num_layers: int) -> dict[str, Any]:
 
 def _experts(family: str, seed: int) -> dict[str, Any]:
     num_experts, num_chosen = _EXPERTS[seed % 5]
-    if family == "mixtral":
+    if family == "gpt_oss":  # few: these run with all windows
+        return {"num_local_experts": min(num_experts, 8), "num_experts_per_tok": num_chosen}
+    if family in ("mixtral", "minimax_m2"):
         return {"num_local_experts": num_experts, "num_experts_per_tok": num_chosen}
+    if family == "glm4_moe":
+        is_even = num_experts % 2 == 0 and num_experts > 2
+        return {
+            "n_routed_experts": num_experts,
+            "num_experts_per_tok": num_chosen if not is_even else min(num_chosen, num_experts // 2),
+            "moe_intermediate_size": (24, 40)[seed % 2],
+            "n_shared_experts": 1 + seed % 2,
+            "n_group": 2 if is_even else 1,
+            "topk_group": 1,
+            "routed_scaling_factor": (1.0, 2.5)[seed % 2],
+            "norm_topk_prob": seed % 4 < 3,
+            "first_k_dense_replace": seed % 3,
+            "use_qk_norm": seed % 4 < 2,
+        }
     return {
         "num_experts": num_experts,
         "num_experts_per_tok": num_chosen,
@@ -223,18 +266,28 @@ def _randomize(model: Any, *, adds_one: bool = False) -> None:
             parameter.copy_(0.4 * torch.randn_like(parameter))
         elif name.endswith("bias"):
             parameter.copy_(0.1 * torch.randn_like(parameter))
+        elif name.endswith("sinks"):
+            parameter.copy_(torch.randn_like(parameter))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.3 * torch.randn_like(buffer))
 
 
 def _write_published_form(file: Path) -> None:
     """Rewrite config.json as checkpoints had it before transformers 5."""
     values = json.loads(file.read_text())
     rope = values.pop("rope_parameters")
+    if "sliding_attention" in rope:
+        values["rope_local_base_freq"] = rope.pop("sliding_attention")["rope_theta"]
+        rope = rope.pop("full_attention")
     values["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
         values["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     values["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     values["torch_dtype"] = values.pop("dtype")
-    if set(values.get("layer_types", ())) <= {"full_attention"}:
+    if values["model_type"] in ("gpt_oss", "gemma2", "gemma3_text") or set(values.get("layer_types", ())) <= {
+        "full_attention"
+    }:
         values.pop("layer_types", None)
     if "moe_intermediate_size" in values and "num_local_experts" in values:
         values["num_experts"] = values.pop("num_local_experts")
@@ -244,8 +297,9 @@ def _write_published_form(file: Path) -> None:
 @lru_cache(maxsize=2)
 def load_reference(path: Path) -> Any:
     """Return transformers' model of a directory, in float32."""
-    auto = transformers.AutoModelForCausalLM
-    return auto.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+    auto, config = transformers.AutoModelForCausalLM, json.loads((path / "config.json").read_text())
+    attention = "eager" if config["model_type"] in ("gpt_oss", "gemma2") else "sdpa"
+    return auto.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
 
 
 @torch.inference_mode()

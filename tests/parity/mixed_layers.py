@@ -42,7 +42,7 @@ def _layer_attention(fields: ConfigFields, index: int, attention: AttentionConfi
     return replace(attention, rope=replace(attention.rope, theta=values.pop("theta")), **values)
 
 
-FAMILY = Family(default_max_position_embeddings=8192, layer_attention=_layer_attention)
+FAMILY = Family(defaults={"max_position_embeddings": 8192}, layer_attention=_layer_attention)
 
 
 def make_mixed(directory: Path, seed: int, *, num_layers: int = 6) -> Path:

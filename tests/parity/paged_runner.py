@@ -59,9 +59,13 @@ class PagedRunner:
         blocks = list(range(1, 1 + len(rows) * blocks_per_row))
         random.Random(seed).shuffle(blocks)
         self._tables = torch.tensor(blocks, dtype=torch.int32).view(len(rows), blocks_per_row)
-        sizes = (config.attention[0].num_kv_heads, config.attention[0].head_dim, config.attention[0].v_dim)
+        self._num_groups = len(config.windows)
+        sizes = [(each.num_kv_heads, each.head_dim, each.v_dim) for each in config.attention]
         self._caches = [
-            [allocate_layer_cache(1 + len(blocks), block_size, *sizes, kv_dtype, CPU) for _ in range(start, end)]
+            [
+                allocate_layer_cache(1 + len(blocks), block_size, *of_layer, kv_dtype, CPU)
+                for of_layer in sizes[start:end]
+            ]
             for start, end in zip([0, *cuts], ends, strict=True)
         ]
 
@@ -92,8 +96,8 @@ class PagedRunner:
                 num_decode_rows=len(decode),
                 decode_query_len=query_len,
                 seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-                block_tables=[tables],
-                slot_mappings=[blocks.long() * self._block_size + position % self._block_size],
+                block_tables=[tables] * self._num_groups,
+                slot_mappings=[blocks.long() * self._block_size + position % self._block_size] * self._num_groups,
                 prefill_query_lens=[count for _, count in prefill],
                 prefill_seq_lens=seq_lens[len(decode) :],
             )

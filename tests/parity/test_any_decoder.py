@@ -32,8 +32,6 @@ NUM_NEW_TOKENS = 12
 IN_CI = {
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},  # norms before and after, scaling
     "gpt_oss": {},  # sinks, experts with biases
-    "glm4_moe": {},  # partial rotation, a shared expert
-    "minimax_m2": {},  # a norm over all heads
     "olmo3": {},  # norms behind
     "phi3": {},  # one product for queries, keys and values
     "mistral": {},

@@ -58,7 +58,10 @@ def _full(*values):
         "qwen3",
         "qwen3_moe",
         "qwen3_5_moe",
-        *map(_full, ("llama", "qwen2", "mixtral", "mistral", "ministral", "qwen3_5", "qwen3_next")),
+        "minimax_m2",
+        "gemma3",
+        *map(_full, ("llama", "qwen2", "mixtral", "glm4_moe", "mistral", "ministral", "gpt_oss", "gemma2")),
+        *map(_full, ("qwen3_5", "qwen3_next")),
     ],
 )
 def test_tokens_equal_transformers(family, count, num_stages, tmp_path):

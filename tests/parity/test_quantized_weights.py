@@ -25,11 +25,12 @@ EXPERT_SEEDS = (("qwen3_moe", 11), ("mixtral", 11), ("qwen3_moe", 3))  # five ex
 EXPERT_FORMS = ("fp8 blocks", "gptq v2 zeros order", "compressed int4 order", "awq", "compressed fp8 channel")
 
 
-def greedy_tokens(path: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Return what transformers' modules generate on two stages."""
+def greedy_tokens(path: Path, prompts: list[list[int]], num_members: int | None = None) -> list[list[int]]:
+    """Return what two stages generate, of raypp's layers with so many members, or of transformers' modules."""
     sizes = {"block_size": 4, "max_num_batched_tokens": 24, "max_num_seqs": 6, "max_model_len": 128}
-    more = {"num_kv_blocks": 200, "num_stages": 2, "stage_num_threads": 1, "model_impl": "transformers"}
-    plan = plan_engine(EngineConfig.from_flat(str(path), **sizes, **more), Hardware(1))
+    more = {"num_kv_blocks": 200, "num_stages": 2, "stage_num_threads": 1, "tensor_parallel_size": num_members or 1}
+    impl = "transformers" if num_members is None else "raypp"
+    plan = plan_engine(EngineConfig.from_flat(str(path), **sizes, **more, model_impl=impl), Hardware(1))
     return LocalEngine(plan).generate(prompts, SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))
 
 
@@ -142,7 +143,8 @@ def test_greedy_tokens_of_gpt_oss_in_mxfp4(tmp_path):
     quantize_experts(plain, tmp_path / "small")
     assert try_cut(tmp_path / "small", [4]) == {"whole": None, "cut": None}  # what a first start tries
     texts = [greedy_tokens(path, prompts()) for path in (tmp_path / "small", plain)]
-    assert texts[0] == texts[1]
+    texts += [greedy_tokens(tmp_path / "small", prompts(), num_members) for num_members in (1, 2)]
+    assert texts == [texts[0]] * 4
     assert len(set(texts[0][0])) > 3
 
 

@@ -31,7 +31,7 @@ LENGTH = sized(1500, 5000)
 NUM_NEW_TOKENS = sized(32, 40)
 KINDS = (*WINDOW_FAMILIES, "mixed")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
-IN_CI = (("ministral", ""), ("mixed", "ngram"))
+IN_CI = (("gpt_oss", ""), ("gemma3", "ngram"), ("mixed", "ngram"))
 
 
 @pytest.fixture(autouse=True)

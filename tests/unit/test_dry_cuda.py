@@ -39,10 +39,18 @@ def test_steps_of_recordings_wait_for_nothing(rows):
     [
         "waits",
         "mxfp4 and full",
-        *(pytest.param(f"{name}-full", marks=pytest.mark.full) for name in ("gemma3_text", "glm4_moe", "qwen3_moe")),
+        "own_layers and minimax_m2 and full",
+        *(
+            pytest.param(f"test_tokens_are_transformers and {name}-full", marks=pytest.mark.full)
+            for name in ("gemma3_text", "glm4_moe", "qwen3_moe")
+        ),
+        *(
+            pytest.param(f"own_layers and {name} and full", marks=pytest.mark.full)
+            for name in ("gemma3_text", "glm4_moe", "gpt_oss")
+        ),
     ],
 )
-def test_transformers_modules(test):
+def test_types_of_transformers(test):
     done = run_dry("-m", "pytest", "-q", "tests/gpu/test_transformers_gpu.py", "-k", test)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "1 passed" in done.stdout

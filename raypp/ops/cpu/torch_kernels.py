@@ -12,14 +12,16 @@ import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads, Rotation, apply_rotary, rotation, signed
 from raypp.ops.backend import (
+    SILU,
     AddedProjection,
     ExpertWeights,
     Gate,
+    GateFunction,
     JoinedProjection,
     LMHead,
     Members,
     Projection,
-    Routing,
+    Router,
     choose_experts,
 )
 from raypp.ops.break_point import break_point
@@ -83,32 +85,38 @@ class TorchKernels:
         return Linear(weight.dequantized(self._dtype), bias, may_pack=self._packs_weights)
 
     def norm_gated_linear(
-        self, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None = None
+        self,
+        norm_weight: torch.Tensor,
+        eps: float,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        gate: GateFunction = SILU,
     ) -> Projection:
         norm, linear = RMSNorm(norm_weight, eps), self.linear(weight, bias)
-        return lambda x: silu_and_mul(linear(norm(x)))
+        if gate == SILU:
+            return lambda x: silu_and_mul(linear(norm(x)))
+        return lambda x: gate(*linear(norm(x)).chunk(2, -1))
 
-    def add_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> AddedProjection:
-        """Return (x, residual) -> residual + x W^T + b. The residual is left as it is."""
+    def add_linear(
+        self, weight: Weight, bias: torch.Tensor | None = None, norm: tuple[torch.Tensor, float] | None = None
+    ) -> AddedProjection:
+        """Return (x, residual) -> residual + x W^T + b, or its norm. The residual is left as it is."""
         linear = self.linear(weight, bias)
-        return lambda x, residual: linear(x).add_(residual)
+        if norm is None:
+            return lambda x, residual: linear(x).add_(residual)
+        normed = RMSNorm(*norm)
+        return lambda x, residual: normed(linear(x)).add_(residual)
 
     def member_sum(self, members: Members) -> AddedProjection:
         """Return (x, residual) -> x, with all members' x and the residual added."""
         sum_ = members.sum_
         return lambda x, residual: sum_(x).add_(residual)
 
-    def experts(
-        self,
-        norm_weight: torch.Tensor,
-        eps: float,
-        router: torch.Tensor,
-        gate_up: Weight,
-        down: Weight,
-        routing: Routing,
-    ) -> TorchExperts:
-        products = self.chosen_experts(ExpertWeights(gate_up, down))
-        return TorchExperts(RMSNorm(norm_weight, eps), router, products, routing)
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def experts(self, norm_weight: torch.Tensor, eps: float, router: Router, weights: ExpertWeights) -> TorchExperts:
+        return TorchExperts(RMSNorm(norm_weight, eps), router, self.chosen_experts(weights))
 
     def chosen_experts(self, weights: ExpertWeights) -> TorchChosenExperts:
         gate_ups, downs = (
@@ -246,21 +254,20 @@ class TorchExperts:
 
     Args:
         norm: Of the tokens.
-        router: [E, H].
+        router: Chooses them.
         products: Of the experts.
-        routing: How experts are chosen.
     """
 
-    def __init__(self, norm: RMSNorm, router: torch.Tensor, products: TorchChosenExperts, routing: Routing) -> None:
+    def __init__(self, norm: RMSNorm, router: Router, products: TorchChosenExperts) -> None:
         self._norm = norm
         self._router = router
         self._products = products
-        self._routing = routing
 
     def __call__(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See `raypp.ops.backend.Experts`. Both are left as they are."""
-        normed = self._norm(hidden)
-        experts, weights = choose_experts(F.linear(normed, self._router), self._routing)
+        normed, router = self._norm(hidden), self._router
+        logits = F.linear(normed, router.weight, router.bias)
+        experts, weights = choose_experts(logits, router.routing, router.correction)
         return self._products(normed, experts, weights).add_(hidden if residual is None else residual)
 
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import functools
 import logging
 from copy import copy
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads, HeadsKind, Rotation
 from raypp.ops.backend import (
+    SILU,
     AddedProjection,
     Experts,
     ExpertWeights,
+    GateFunction,
     JoinedProjection,
     LMHead,
     Members,
     Projection,
-    Routing,
+    Router,
 )
 from raypp.ops.cuda.between_products import join_norms, narrow, rms_norm, silu_and_mul
 from raypp.ops.cuda.experts import CudaChosenExperts, CudaExperts
@@ -110,7 +113,13 @@ class CudaKernels:
 
     def norm(self, weight: torch.Tensor, eps: float) -> Projection:
         device = self._device
-        return lambda x: rms_norm(x, weight, eps, device)
+
+        def norm(x: torch.Tensor) -> torch.Tensor:
+            if torch.compiler.is_compiling():
+                return plain_rms_norm(x, weight, eps)
+            return rms_norm(x, weight, eps, device)
+
+        return norm
 
     def joined_norms_linear(
         self,
@@ -137,15 +146,28 @@ class CudaKernels:
         return self._projection(Product(Weight(weight.dequantized(self._dtype)), bias))
 
     def norm_gated_linear(
-        self, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None = None
+        self,
+        norm_weight: torch.Tensor,
+        eps: float,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        gate: GateFunction = SILU,
     ) -> Projection:
+        if gate != SILU:
+            projection = self.norm_linear(norm_weight, eps, weight, bias)
+            return lambda x: gate(*projection(x).chunk(2, -1))
         if self._has_kernel(weight):
             return self._quantized(weight, bias, TokenNorm(norm_weight, eps), is_gated=True)
         matrix = weight.dequantized(self._dtype)
         fold_norm(matrix, norm_weight)
         return self._projection(Product(Weight(matrix), bias, eps, is_gated=True))
 
-    def add_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> AddedProjection:
+    def add_linear(
+        self, weight: Weight, bias: torch.Tensor | None = None, norm: tuple[torch.Tensor, float] | None = None
+    ) -> AddedProjection:
+        if norm is not None:
+            projection, normed = self.linear(weight, bias), self.norm(*norm)
+            return lambda x, residual: residual.add_(normed(projection(x)))
         if self._has_kernel(weight):
             return self._quantized(weight, bias, None).add
         return self._projection(Product(Weight(weight.dequantized(self._dtype)), bias)).add
@@ -153,17 +175,12 @@ class CudaKernels:
     def member_sum(self, members: Members) -> PushedSums:
         return PushedSums(members, self._device)
 
-    def experts(
-        self,
-        norm_weight: torch.Tensor,
-        eps: float,
-        router: torch.Tensor,
-        gate_up: Weight,
-        down: Weight,
-        routing: Routing,
-    ) -> Experts:
-        router = router.to(self._dtype)
-        return CudaExperts(norm_weight, eps, router, gate_up, down, routing, self._device, self._workspace)
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def experts(self, norm_weight: torch.Tensor, eps: float, router: Router, weights: ExpertWeights) -> Experts:
+        router = replace(router, weight=router.weight.to(self._dtype))
+        return CudaExperts(norm_weight, eps, router, weights, self._device, self._workspace)
 
     def chosen_experts(self, weights: ExpertWeights) -> CudaChosenExperts:
         return CudaChosenExperts(weights, self._dtype, self._device)

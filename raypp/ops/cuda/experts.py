@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import triton
 
-from raypp.ops.backend import ExpertWeights, Gate, Routing
+from raypp.ops.backend import ExpertWeights, Gate, Router, choose_experts
+from raypp.ops.cuda.between_products import rms_norm
 from raypp.ops.cuda.expert_products import (
     down_few,
     down_tiles,
@@ -34,7 +35,7 @@ from raypp.ops.cuda.int4_products import Int4Product, pack
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.projection import Tuning
 from raypp.ops.cuda.router_kernels import Routed, arrange, route
-from raypp.ops.weight import Weight, WeightKind
+from raypp.ops.weight import Weight, WeightKind, linear_in_float32
 
 TABLE = Path(__file__).parents[2] / "assets" / "expert_cuts.json"
 
@@ -224,10 +225,8 @@ class CudaExperts:
     Args:
         norm_weight: [H].
         eps: Of the norm.
-        router: [E, H], of the tokens' type.
-        gate_up: [E, 2 I, H], the gate first.
-        down: [E, H, I].
-        routing: How experts are chosen.
+        router: Chooses them; its weight is of the tokens' type. One that is not plain is computed by torch.
+        weights: Theirs.
         device: Where it runs.
         workspace: For what several programs share.
     """
@@ -236,17 +235,16 @@ class CudaExperts:
         self,
         norm_weight: torch.Tensor,
         eps: float,
-        router: torch.Tensor,
-        gate_up: Weight,
-        down: Weight,
-        routing: Routing,
+        router: Router,
+        weights: ExpertWeights,
         device: Device,
         workspace: Workspace,
     ) -> None:
+        weight = router.weight
         self._norm = (norm_weight, eps)
-        self._router = (router.float() * norm_weight.float()).to(router.dtype)
-        self.products = ExpertProducts(ExpertWeights(gate_up, down), router.dtype, device)
-        self._routing = routing
+        self._router = router
+        self._folded = (weight.float() * norm_weight.float()).to(weight.dtype) if router.is_plain else None
+        self.products = ExpertProducts(weights, weight.dtype, device)
         self._device = device
         self._workspace = workspace
 
@@ -256,15 +254,24 @@ class CudaExperts:
 
     def cut(self, num_tokens: int) -> ExpertCut:
         """Return how so many tokens are cut."""
-        return self.products.cut(num_tokens, self._routing.num_chosen)
+        return self.products.cut(num_tokens, self._router.routing.num_chosen)
 
     def run(self, hidden: torch.Tensor, cut: ExpertCut, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Do it with a cut of the caller's choice."""
         residual = hidden if residual is None else residual
         if not len(hidden):
             return residual
-        routed = route(hidden, self._router, self._norm[1], self._routing, self._device, self._workspace)
-        return self.products.run(hidden, self._norm, routed, residual, cut)
+        return self.products.run(hidden, self._norm, self._route(hidden), residual, cut)
+
+    def _route(self, hidden: torch.Tensor) -> Routed:
+        router = self._router
+        if self._folded is not None:
+            return route(hidden, self._folded, self._norm[1], router.routing, self._device, self._workspace)
+        logits = linear_in_float32(rms_norm(hidden, *self._norm, self._device), router.weight)
+        if router.bias is not None:
+            logits += router.bias
+        experts, weights = choose_experts(logits, router.routing, router.correction)
+        return Routed(experts.to(torch.int32), weights)
 
 
 class CudaChosenExperts:

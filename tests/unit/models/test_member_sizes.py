@@ -56,6 +56,10 @@ CASES = {
     "biases": ("llama", 2, {"mlp_bias": True, "attention_bias": True}),
     "experts": ("qwen3_moe", 0, EXPERTS),
     "some dense layers": ("qwen3_moe", 0, {**EXPERTS, "mlp_only_layers": [1]}),
+    "sinks and pairs": ("gpt_oss", 3, {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256}),
+    "norms behind": ("gemma3", 0, {}),
+    "shared experts": ("glm4_moe", 0, {"moe_intermediate_size": 256, "n_routed_experts": 8, "num_experts_per_tok": 2}),
+    "a norm of all heads": ("minimax_m2", 0, {"num_local_experts": 8, "num_experts_per_tok": 2}),
     "states": ("qwen3_5", 0, DENSE_STATES),
     "states and experts": ("qwen3_next", 0, STATES),
 }

@@ -29,7 +29,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
-from raypp.ops.backend import ExpertWeights, Gate, Routing
+from raypp.ops.backend import ExpertWeights, Gate, Router, Routing
 from raypp.ops.block_store import Planes
 from raypp.ops.cuda import (
     between_products,
@@ -353,7 +353,8 @@ def call_experts(workspace: Workspace) -> None:
     gate_up = Weight(torch.empty(128, 1536, 2048, dtype=BF16, device="meta"))
     for is_even in (False, True):
         routing = Routing(8, normalizes=True, is_even=is_even)
-        layer = CudaExperts(router[0], 1e-6, router, gate_up, down, routing, DEVICE, workspace)
+        weights = ExpertWeights(gate_up, down)
+        layer = CudaExperts(router[0], 1e-6, Router(router, routing), weights, DEVICE, workspace)
         for rows in (1,) if is_even else numbers_of_rows((1, 512), (8, 2048)):
             layer(torch.empty(rows, 2048, dtype=BF16))
     routing = Routing(8, normalizes=True)
@@ -361,7 +362,8 @@ def call_experts(workspace: Workspace) -> None:
         if kind == "fp8" and not DEVICE.has_fp8:
             continue
         gate_up, down = (experts_of(kind, scale_type, block, *shape) for shape in ((1536, 2048), (2048, 768)))
-        layer = CudaExperts(router[0], 1e-6, router, gate_up, down, routing, DEVICE, workspace)
+        weights = ExpertWeights(gate_up, down)
+        layer = CudaExperts(router[0], 1e-6, Router(router, routing), weights, DEVICE, workspace)
         for rows in (1, 64, 1024):
             layer(torch.empty(rows, 2048, dtype=BF16))
     of_gpt_oss = torch.empty(32, 2880, dtype=BF16), torch.empty(32, 1440, dtype=BF16)

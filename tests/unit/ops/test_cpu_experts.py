@@ -8,7 +8,7 @@ import torch
 from op_tape import OpTapes
 
 from raypp.graphs.pieces import PieceRecorder
-from raypp.ops.backend import Routing, choose_experts
+from raypp.ops.backend import ExpertWeights, Router, Routing, choose_experts
 from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.weight import Weight
 
@@ -25,7 +25,8 @@ def _layer(num_experts, routing, dtype=torch.float32, *, packs_weights=True):
     gate_up = normal(num_experts, 2 * SIZE, HIDDEN, scale=HIDDEN**-0.5)
     down = normal(num_experts, HIDDEN, SIZE, scale=SIZE**-0.5)
     kernels = TorchKernels(dtype, packs_weights=packs_weights)
-    layer = kernels.experts(norm, 1e-6, router, Weight(gate_up), Weight(down), routing)
+    weights = ExpertWeights(Weight(gate_up), Weight(down))
+    layer = kernels.experts(norm, 1e-6, Router(router, routing), weights)
     return layer, (norm, 1e-6, router, gate_up, down, routing)
 
 

@@ -1,0 +1,161 @@
+"""Families as their published config.json says them: sizes, windows, ropes, routers; what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypp.errors import ConfigError, ModelLoadError
+from raypp.models.config import ModelConfig, load_model_config
+from raypp.models.member_sizes import of_one_member
+from raypp.models.sizes import parameter_counts
+
+SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
+GEMMA3_4B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+GLM45_AIR: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "partial_rotary_factor": 0.5,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000,
+    "num_nextn_predict_layers": 1,
+    "torch_dtype": "bfloat16",
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
+MINIMAX_M2: dict[str, Any] = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "qk_norm_type": "per_layer",
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+}
+
+
+def read(path: Path, values: dict[str, Any], **changes: Any) -> ModelConfig:
+    (path / "config.json").write_text(json.dumps(values | changes))
+    return load_model_config(path)
+
+
+def test_gpt_oss() -> None:
+    config = load_model_config(SHAPES / "gpt-oss-20b")
+    assert config.measured is None
+    assert [layer.window for layer in config.attending[:4]] == [128, None, 128, None]
+    assert all(
+        layer.has_sinks and layer.rope is not None and layer.rope.rope_type == "yarn" for layer in config.attending
+    )
+    total, active = parameter_counts(config)
+    assert total == pytest.approx(20.9e9, rel=0.01)
+    assert active == pytest.approx(3.6e9, rel=0.02)
+
+
+def test_gemma3_beside_a_tower(tmp_path: Path) -> None:
+    config = read(tmp_path, GEMMA3_4B)
+    windowed, whole = config.attending[0], config.attending[5]
+    assert (windowed.window, whole.window, config.attending[33].window) == (1024, None, 1024)
+    assert (windowed.num_heads, windowed.num_kv_heads, windowed.head_dim, windowed.scale) == (8, 4, 256, 1 / 16)
+    assert windowed.rope is not None
+    assert whole.rope is not None
+    assert (windowed.rope.theta, windowed.rope.rope_type) == (1e4, "default")
+    assert (whole.rope.theta, whole.rope.rope_type, whole.rope.factor) == (1e6, "linear", 8.0)
+    assert config.tie_word_embeddings
+    assert config.embedding_scale == 2560**0.5
+    total, _ = parameter_counts(config)
+    assert total == pytest.approx(3.88e9, rel=0.01)
+    scaled = load_model_config(tmp_path, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    assert scaled.attending[0].rope == windowed.rope
+    assert scaled.attending[5].rope is not None
+    assert scaled.attending[5].rope.factor == 2.0
+
+
+def test_glm45_air(tmp_path: Path) -> None:
+    config = read(tmp_path, GLM45_AIR)
+    assert config.attending[0].rotation[0] == 64
+    assert (config.qkv_bias, config.attention_output_bias, config.qk_norm) == (True, False, False)
+    assert config.experts is not None
+    assert config.experts.dense_layers == {0}
+    assert config.experts.shared_size == 1408
+    assert not config.experts.has_shared_gate
+    total, active = parameter_counts(config)
+    assert total == pytest.approx(106.9e9, rel=0.01)
+    assert active == pytest.approx(12.7e9, rel=0.05)
+
+
+def test_minimax_m2(tmp_path: Path) -> None:
+    config = read(tmp_path, MINIMAX_M2)
+    assert config.attending[0].rotation[0] == 64
+    assert config.has_wide_qk_norm
+    total, active = parameter_counts(config)
+    assert total == pytest.approx(228.7e9, rel=0.01)
+    assert active == pytest.approx(10e9, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "words"),
+    [
+        (GLM45_AIR, {"n_group": 3}, ["n_group", "3", "128"]),
+        (GLM45_AIR, {"n_group": 32}, ["num_experts_per_tok", "8", "4 experts"]),
+        (GLM45_AIR, {"scoring_func": "softmax"}, ["scoring_func", "sigmoid"]),
+        (GLM45_AIR, {"first_k_dense_replace": -1}, ["first_k_dense_replace", "-1", "at least 0"]),
+        (GEMMA3_4B, {"hidden_activation": "relu"}, ["hidden_activation", "relu", "gelu_pytorch_tanh"]),
+        (GEMMA3_4B, {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+    ],
+)
+def test_what_is_refused(values: dict[str, Any], changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        read(tmp_path, values, **changes)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_members(tmp_path: Path) -> None:
+    part = of_one_member(load_model_config(SHAPES / "gpt-oss-20b"), 4)
+    assert part.experts is not None
+    assert part.experts.intermediate_size == 720
+    part = of_one_member(read(tmp_path, MINIMAX_M2), 16)
+    assert (part.attending[0].num_heads, part.attending[0].num_sharing) == (3, 2)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=5, 8 KV heads"):
+        of_one_member(read(tmp_path, GLM45_AIR), 5)
