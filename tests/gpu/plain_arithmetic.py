@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops.backend import SILU, Routing
+from raypp.ops.backend import SILU, ExpertWeights, Router
 from raypp.ops.cpu.torch_kernels import RMSNorm, TorchChosenExperts, TorchExperts, TorchKernels
 from raypp.ops.cuda.experts import ExpertShape, choose_cut
 from raypp.ops.cuda.kernel_launch import Device
@@ -46,12 +46,13 @@ class PlainArithmetic(TorchKernels):
         self,
         norm_weight: torch.Tensor,
         eps: float,
-        router: torch.Tensor,
-        gate_up: Weight,
-        down: Weight,
-        routing: Routing,
+        router: Router,
+        weights: ExpertWeights,
     ) -> PlainExperts:
         """Return the sparse MLP of a layer. Where kernels take tiles of tokens, these have 8 bits before FP8."""
+        gate_up, down = weights.gate_up, weights.down
+        assert weights.gate_up_bias is None
+        assert weights.gate == SILU
         norm, kinds = RMSNorm(norm_weight, eps), (gate_up.kind, down.kind)
         matrices = [weight.dequantized(torch.float32).unbind() for weight in (gate_up, down)]
 
@@ -60,9 +61,10 @@ class PlainArithmetic(TorchKernels):
                 [PlainLinear(matrix, None, block, 0 if block else _ANY_ROWS) for matrix in of_weight]
                 for of_weight, block in zip(matrices, blocks, strict=True)
             ]
-            return TorchExperts(norm, router, TorchChosenExperts(*both, SILU), routing)
+            return TorchExperts(norm, router, TorchChosenExperts(*both, SILU))
 
-        shape = ExpertShape(down.num_outputs, down.num_inputs, len(down.data), routing.num_chosen, kinds)
+        num_chosen = router.routing.num_chosen
+        shape = ExpertShape(down.num_outputs, down.num_inputs, len(down.data), num_chosen, kinds)
         in_tiles = [SCALED if kind == "fp8" else 0 for kind in kinds]
         return PlainExperts(built([0, 0]), built(in_tiles), shape, self._device)
 

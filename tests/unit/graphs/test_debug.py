@@ -48,7 +48,8 @@ def test_attention_that_is_no_break_point(monkeypatch, mode):
 def test_products_that_are_added_in_place(monkeypatch):
     """As a GPU's library adds them: a head's layer then overwrites what it is told of a step."""
 
-    def add_linear(self, weight, bias=None):
+    def add_linear(self, weight, bias=None, norm=None):
+        assert norm is None
         linear = self.linear(weight, bias)
         return lambda x, residual: residual.add_(linear(x))
 
