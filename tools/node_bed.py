@@ -154,7 +154,7 @@ class Wire:
             readable, _, _ = select.select([self._woken, *(p.device for p in self._ports.values())], [], [], timeout_s)
             self._deliver()
             for device in readable:
-                if device != self._woken:
+                if device != self._woken and any(port.device == device for port in self._ports.values()):
                     self._take_from(device)
             self._deliver()
             if self._woken in readable:

@@ -70,6 +70,8 @@ def connect_and_plan(config: EngineConfig, deadline: Deadline) -> tuple[EnginePl
         ConfigError, ModelLoadError, ResourceError: it cannot run; if possible, said before Ray is started.
     """
     here = Hardware.of_this_machine()
+    if os.environ.get("RAY_ADDRESS"):
+        here = replace(here, machines=())  # which of a cluster's GPUs stages get is not known
     if not may_be_elsewhere(config, here):
         _warn_of_unusable_gpus(config, here)
         plan = plan_engine(config, here)

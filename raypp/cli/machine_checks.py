@@ -14,13 +14,13 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from raypp.errors import install
+from raypp.plan.hardware import LEAST_FREE_SHARE
 
 Status = Literal["ok", "warning", "problem"]
 Version = tuple[int, int]
 
 LEAST_CAPABILITY = (8, 0)
 """Of GPUs that compute in bfloat16."""
-_LEAST_FREE_SHARE = 0.9
 """Of a GPU's memory: what `gpu_memory_utilization` takes by default."""
 _SHM_BYTES, _LEAST_SHM_BYTES = 1 << 30, 128 << 20
 _OPEN_FILES, _LEAST_OPEN_FILES = 4096, 512
@@ -155,7 +155,7 @@ def check_gpu(gpu: Gpu) -> Check:
             f"{seen}; bfloat16 needs {'.'.join(map(str, LEAST_CAPABILITY))}",
             "leave it out by CUDA_VISIBLE_DEVICES; raypp is not tested on such GPUs",
         )
-    if gpu.free_bytes < _LEAST_FREE_SHARE * gpu.memory_bytes:
+    if gpu.free_bytes < LEAST_FREE_SHARE * gpu.memory_bytes:
         return Check(
             name,
             "warning",

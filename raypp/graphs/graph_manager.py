@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from raypp.errors import ResourceError
 from raypp.graphs.cost import GraphCost
 from raypp.graphs.cuda_graphs import CudaGraphs
 from raypp.graphs.debug import NOTHING_WATCHED, Recording, ReplayCheck, Watched
@@ -126,6 +127,7 @@ class CudaGraphManager:
         maker: Makes graphs. None: programs are kept and called, which is all that a CPU can do.
         debug_every: Check all replays, and compare one of so many with the program itself; 0: trust them.
         max_bytes: What all recordings together may take; None: what there is.
+        must_record_all: Whether a size that there is no memory for is an error: members of a stage record the same.
     """
 
     def __init__(
@@ -134,7 +136,9 @@ class CudaGraphManager:
         *,
         debug_every: int = 0,
         max_bytes: int | None = None,
+        must_record_all: bool = False,
     ) -> None:
+        self._must_record_all = must_record_all
         self._maker = maker
         self._max_bytes = max_bytes
         self._recorder = None if maker is None else PieceRecorder(maker)
@@ -179,6 +183,12 @@ class CudaGraphManager:
             try:
                 record(size)
             except torch.OutOfMemoryError as error:
+                if self._must_record_all:
+                    raise ResourceError(
+                        f"no memory for the {mode} graph of {size}, which all members of the stage have",
+                        got=str(error).split("\n", 1)[0],
+                        hint="lower max_num_seqs, gpu_memory_utilization or num_kv_blocks",
+                    ) from error
                 for key in list(self._recordings)[num_known:]:
                     del self._recordings[key]
                 _LOG.warning("no memory to record %s of %s: %s", size, mode, str(error).split("\n", 1)[0])

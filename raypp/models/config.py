@@ -19,7 +19,17 @@ from raypp.models.asked import PROBE, asked
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer, ModulesConfig
 from raypp.models.checkpoint_names import are_alike, file_of_tensor, has_safetensors, name_of_text, stored_tensors
 from raypp.models.config_fields import ConfigFields, read_json
-from raypp.models.families import FAMILIES, QWEN_EXPERTS, Activation, ExpertFamily, ExpertNames, Family, Windows
+from raypp.models.families import (
+    FAMILIES,
+    LOGIT_CAP,
+    NULL_IS_NONE,
+    QWEN_EXPERTS,
+    Activation,
+    ExpertFamily,
+    ExpertNames,
+    Family,
+    Windows,
+)
 from raypp.models.generation_config import GENERATION_CONFIG
 from raypp.models.quantization import Quantization, read_quantization
 from raypp.models.rope_config import RopeConfig, of_kind, read_local_rope, read_rope, with_rope_scaling
@@ -54,6 +64,8 @@ _OF_SIGMOID: dict[str, tuple[object, ...]] = {
     "topk_method": ("noaux_tc",),
     "routed_scaling_factor": (),
     "first_k_dense_replace": (),
+    "shared_intermediate_size": (0,),
+    "qk_norm_type": ("per_layer",),
 }
 """The same of those whose scores are sigmoids; nothing: any value, which is read."""
 _ACTIVATIONS: dict[Activation, tuple[str, tuple[str, ...]]] = {
@@ -61,7 +73,6 @@ _ACTIVATIONS: dict[Activation, tuple[str, tuple[str, ...]]] = {
     "gelu": ("hidden_activation", ("gelu_pytorch_tanh",)),
 }
 """The field that names it, and its names."""
-_LOGIT_CAP = "final_logit_softcapping"
 _KV_SCHEME = "quantization_config.kv_cache_scheme"
 _KV_KNOWN = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 _KV_WHERE_UNSAID = {"strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -204,7 +215,8 @@ def load_model_config(
         return _transformers_config(path, whole, architecture, trusts_code=trusts_code, has_options=has_options)
     family = FAMILIES[architecture]
     fields = _text_fields(whole) if isinstance(whole.get("text_config"), dict) else whole
-    said = {name: value for name, value in fields.values.items() if value is not None or name not in family.defaults}
+    unsaid = family.defaults.keys() - NULL_IS_NONE
+    said = {name: value for name, value in fields.values.items() if value is not None or name not in unsaid}
     fields = ConfigFields(file, {**family.defaults, **said})
     local_rope = read_local_rope(fields) if family.has_local_rope else None
     fields = of_kind(fields, _FULL)
@@ -221,7 +233,9 @@ def load_model_config(
     num_positions = fields.integer("max_position_embeddings")
     share = family.rotated_share
     if share is not None and fields.get("rotary_dim") is not None:
-        share = fields.integer("rotary_dim") / head_dim
+        if (rotated := fields.integer("rotary_dim")) % 2 or rotated > head_dim:
+            raise fields.error("rotary_dim", rotated, f"an even number, at most head_dim={head_dim}")
+        share = rotated / head_dim
     rope, num_positions = read_rope(fields, num_positions, max_model_len, share=share)
     num_layers = fields.integer("num_hidden_layers")
     attention = AttentionConfig(
@@ -271,7 +285,7 @@ def load_model_config(
         activation=family.activation,
         has_output_norms=family.has_output_norms,
         embedding_scale=math.sqrt(hidden_size) if family.scales_embedding else 1.0,
-        logit_cap=fields.number(_LOGIT_CAP) if fields.get(_LOGIT_CAP) is not None else None,
+        logit_cap=fields.number(LOGIT_CAP) if fields.get(LOGIT_CAP) is not None else None,
     )
 
 
@@ -409,8 +423,9 @@ def refuse_unsupported(fields: ConfigFields, activation: Activation = "silu") ->
 
 
 def _least_intermediate(family: Family) -> int | None:
-    """Return the size of dense layers where config.json says none: families with a shared MLP have no such layers."""
-    return 1 if family.experts is not None and family.experts.shared is not None else None
+    """Return the size of dense layers where config.json says none: families with a shared MLP and no dense layers."""
+    experts = family.experts
+    return 1 if experts is not None and experts.shared is not None and not experts.counts_shared else None
 
 
 def _read_layers(
@@ -505,8 +520,8 @@ def read_dtype(fields: ConfigFields) -> str:
     """Return the checkpoint's type."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     dtype = fields.get(name)
-    if dtype is None:
-        return "float32"  # what transformers takes when nothing is said
+    if dtype is None:  # beside quantized weights nothing has 32 bits
+        return "float32" if fields.get("quantization_config") is None else "bfloat16"
     if dtype not in CHECKPOINT_DTYPES:
         raise fields.error(name, repr(dtype), f"one of {', '.join(CHECKPOINT_DTYPES)}")
     return cast(str, dtype)
@@ -575,7 +590,9 @@ def read_experts(fields: ConfigFields, family: ExpertFamily, num_layers: int) ->
     num_groups, num_chosen_groups = (fields.integer(name, 1) for name in ("n_group", "topk_group"))
     if num_experts % num_groups or (num_groups > 1 and num_experts < 2 * num_groups):
         raise fields.error("n_group", num_groups, f"a divisor of {num_experts} experts, with two or more in each")
-    in_groups = num_experts // num_groups * min(num_chosen_groups, num_groups)
+    if num_chosen_groups > num_groups:
+        raise fields.error("topk_group", num_chosen_groups, f"at most n_group={num_groups}")
+    in_groups = num_experts // num_groups * num_chosen_groups
     if num_chosen > in_groups:
         raise fields.error("num_experts_per_tok", num_chosen, f"at most the {in_groups} experts of topk_group groups")
     size = fields.integer(family.intermediate_size)

@@ -121,7 +121,9 @@ def _gemma_attention(fields: ConfigFields, _: int, attention: AttentionConfig) -
     return replace(attention, scale=fields.number("query_pre_attn_scalar") ** -0.5, soft_cap=cap)
 
 
-_CAP = "attn_logit_softcapping"
+_CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
+NULL_IS_NONE = {_CAP, LOGIT_CAP}
+"""Fields whose null switches off what they are by default; of others it means that nothing is said."""
 _ROPE_OF_GPT_OSS = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 _OF_GEMMA = {
     "head_dim": 256,
@@ -242,7 +244,14 @@ FAMILIES = {
     "Gemma2ForCausalLM": replace(
         _GEMMA3,
         qk_norm=False,
-        defaults={**_OF_GEMMA, "vocab_size": 256000, "max_position_embeddings": 8192, "rope_theta": 1e4, _CAP: 50.0},
+        defaults={
+            **_OF_GEMMA,
+            "vocab_size": 256000,
+            "max_position_embeddings": 8192,
+            "rope_theta": 1e4,
+            _CAP: 50.0,
+            LOGIT_CAP: 30.0,
+        },
         windows=Windows(4096, interval=2),
         has_local_rope=False,
     ),

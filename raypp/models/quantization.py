@@ -52,6 +52,7 @@ class Quantization:
     zero_offset: int = 0  # gptq: what stored zeros lack
     skipped: tuple[str, ...] = ()  # modules, or patterns behind `re:`, that stay in 16 bits
     only: tuple[str, ...] = ()  # the modules, or patterns, that are quantized; none: all linear layers
+    is_for_gpus: bool = False  # whether it is of weights that a GPU's kernels multiply as they are
 
     @property
     def bits(self) -> int:
@@ -75,9 +76,18 @@ class Quantization:
         total = num_outputs * num_inputs * self.bits // 8 + num_blocks * (scale_bytes + self.has_zeros)
         return total + 8 * num_inputs * self.has_order
 
-    def can_cut_inputs(self, size: int) -> bool:
-        """Return whether parts of so many inputs keep the form: in order, and whole bytes; others become plain."""
-        return not self.has_order and (self.bits == 8 or size % 2 == 0)
+    def can_cut_inputs(self, size: int, *, is_of_experts: bool) -> bool:
+        """Return whether parts of so many inputs keep the form: in order, and whole bytes; others become plain.
+
+        A GPU's kernels of experts ask for more, as `raypp.ops.cuda.expert_products.has_kernel` says.
+        """
+        if self.has_order or (self.bits == 4 and size % 2):
+            return False
+        if not (is_of_experts and self.is_for_gpus):
+            return True
+        block = math.gcd(self.block[1], size)  # as it is cut; 0: a scale for all inputs
+        is_multiplied = block % 128 == 0 if self.bits == 8 else block == 32 or block % 64 == 0
+        return size % 32 == 0 and (not self.block[1] or is_multiplied)
 
     def covers(self, module: str) -> bool:
         """Return whether a linear layer is quantized, by its whole name, such as `model.layers.0.mlp.gate_proj`.

@@ -254,6 +254,7 @@ def _held_bytes(config: ModelConfig, prefix: str, product: _Product, dtype_bytes
     quantization, is_part = config.quantization, product.is_summed and config.num_members > 1
     if quantization is None or not quantization.covers(prefix + product.module):
         return product.num_elements * dtype_bytes
-    if is_part and not quantization.can_cut_inputs(product.columns):
+    is_of_experts = ".experts." in product.module
+    if is_part and not quantization.can_cut_inputs(product.columns, is_of_experts=is_of_experts):
         return product.num_elements * dtype_bytes
     return quantization.weight_bytes(product.rows, product.columns)

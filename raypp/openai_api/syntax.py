@@ -184,7 +184,7 @@ class XmlParameters:
         while not self.is_complete:
             if self._name is None:
                 begin, end = self._begin.match(text, at), text.find(self._end, at)
-                if begin is not None:
+                if begin is not None and not 0 <= end < begin.end():
                     out += ("{" if not self._num_values else ", ") + json.dumps(begin[1].strip()) + ": "
                     self._name, at = begin[1].strip(), begin.end()
                     self._num_values += 1
@@ -252,24 +252,32 @@ class GlmParameters(XmlParameters):
     style: ClassVar[str | None] = "glm_xml"
     marks = PARAMETER_MARKS["glm_xml"]
 
+    def may_begin(self, text: str) -> bool | None:
+        """Return whether a name's mark or the call's end comes first: a `<` behind a word announces nothing yet."""
+        text = text.lstrip()
+        if text.startswith(self._behind_value):
+            return True
+        return None if any(mark.startswith(text) for mark in self._behind_value) else False
+
 
 class GemmaArguments:
     """Arguments as Gemma 4 writes them: `{key:<|"|>text<|"|>,n:1,list:[true,{a:null}]}`; texts have no escapes.
 
-    Quoted names and JSON's texts are taken too. A bare word that is no JSON is a text.
+    Quoted names and JSON's texts are taken too. A bare value that is no JSON is a text. Only texts between the marks of
+    their own may hold the call's end.
     """
 
     style: ClassVar[str | None] = None
     _QUOTE = '<|"|>'
     _NAME = re.compile(
-        r'\s*(?:<\|"\|>(.*?)<\|"\|>|("(?:[^"\\]|\\.)*")|([^\s:{}\[\],<"][^:{}\[\],<"]*?))\s*:',
+        r'\s*(?:<\|"\|>(.*?)<\|"\|>|("(?:[^"\\]|\\.)*")|([^\s:{}\[\],<"](?:[^:{}\[\],<"]*[^\s:{}\[\],<"])?))\s*:',
         re.DOTALL,
     )
     _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-    _WORD = re.compile(r"[^\s,{}\[\]<]+(?=[\s,{}\[\]<])|<")
 
     def __init__(self, end: str, schema: Mapping[str, Any]) -> None:
         self._end = end
+        self._word = re.compile(rf"(?:(?!{re.escape(end)})[^,{{}}\[\]])+(?=[,}}\]]|{re.escape(end)})")
         self._open = list[str]()  # the brackets that are not closed
         self._is_name_next = False
         self._is_in_text = False
@@ -315,9 +323,9 @@ class GemmaArguments:
                 self._open.pop()
             return char, at + 1
         if self._is_name_next and char != ",":
-            found = self._NAME.match(text, at)
+            found = self._before_end(self._NAME.match(text, at), text, at)
             if found is None:
-                return "", at
+                return self._unread(text, at)
             self._is_name_next = False
             quoted, as_json, bare = found.groups()
             return f"{as_json or json.dumps(quoted if bare is None else bare, ensure_ascii=False)}: ", found.end()
@@ -333,10 +341,20 @@ class GemmaArguments:
             return '"', at + len(self._QUOTE)
         if self._QUOTE.startswith(rest):
             return "", at
-        found = (self._TEXT if char == '"' else self._WORD).match(text, at)
+        found = self._before_end((self._TEXT if char == '"' else self._word).match(text, at), text, at)
         if found is None:
-            return "", at
+            return self._unread(text, at)
         return _json_of(found[0], ALL_TYPES), found.end()
+
+    def _before_end(self, found: re.Match[str] | None, text: str, at: int) -> re.Match[str] | None:
+        """Return a piece if the call's end does not stand in it."""
+        return None if found is None or self._end in text[at : found.end()] else found
+
+    def _unread(self, text: str, at: int) -> tuple[str, int]:
+        """Go to the call's end, if it has come: what stands before it is no argument."""
+        end = text.find(self._end, at)
+        self.is_complete = end >= 0
+        return "", max(end, at)
 
 
 def _json_of(text: str, types: frozenset[str]) -> str:

@@ -400,7 +400,8 @@ def held_model(model: ModelConfig, hardware: Hardware, *, device: str, dtype: st
         return model
     is_multiplied = device == "cuda" and dtype != "float32" and has_gpu_product(quantization)
     lacks_type = quantization.bits == 8 and _lacks_fp8(hardware)
-    return model if is_multiplied and not lacks_type else replace(model, quantization=None)
+    held = replace(quantization, is_for_gpus=True) if is_multiplied and not lacks_type else None
+    return replace(model, quantization=held)
 
 
 def has_gpu_product(quantization: Quantization) -> bool:

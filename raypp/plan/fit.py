@@ -22,7 +22,7 @@ from raypp.models.registry import resolve_config_path
 from raypp.models.sizes import kv_bytes_per_token, layer_sizes
 from raypp.plan.engine_layout import EngineLayout, lay_out
 from raypp.plan.engine_plan import EnginePlan, plan_layout
-from raypp.plan.hardware import GpuAsk, Hardware, Machine, described_hardware, num_machines_for
+from raypp.plan.hardware import GpuAsk, Hardware, Machine, busy_gpus, described_hardware, num_machines_for
 from raypp.plan.layer_partition import costs_of, stage_costs
 from raypp.plan.stage_memory import block_mix, check_one_machine, num_snapshots
 
@@ -338,14 +338,14 @@ def advised_cut(cuts: Sequence[Fit]) -> Fit | None:
 def advised_config(config: EngineConfig) -> EngineConfig:
     """Return a configuration with the stages and members that are advised for this machine, where it says of neither.
 
-    One for CPUs, for a cluster that is named, or that fits with no numbers, stays.
+    One for CPUs, for a cluster that is named, where others use a GPU, or that fits with no numbers, stays.
 
     Raises:
         ConfigError, ModelLoadError, ResourceError: as `describe_fit`.
     """
     asked = config.parallel.model_fields_set & {"num_stages", "tensor_parallel_size", "layer_partition"}
     hardware = _of_this_machine()
-    if asked or not hardware.machines or hardware.num_gpus < 2 or config.parallel.device == "cpu":
+    if asked or not hardware.machines or hardware.num_gpus < 2 or config.parallel.device == "cpu" or busy_gpus():
         return config
     cuts = possible_cuts(check_fit(config, hardware))
     advised = advised_cut(cuts)

@@ -29,6 +29,8 @@ _EXPECTED = (
 _CAPABILITY = (8, 9)
 """Assumed: from it on a draft head keeps weights in 8 bits besides, so that the plan counts them."""
 _ROUNDING = 1e-6
+LEAST_FREE_SHARE = 0.9
+"""Of its memory that a GPU has free where nothing else runs on it."""
 _ALIKE = 1.02
 """Times the memory of another that a GPU of the same kind may have."""
 
@@ -75,7 +77,7 @@ class Gpu:
     @property
     def speed(self) -> GpuSpeed | None:
         """What is known of its speed; None: nothing."""
-        return next((speed for speed in _SPEEDS if speed.name in self.name), None)
+        return next((speed for speed in _SPEEDS if re.search(rf"\b{speed.name}S?\b", self.name)), None)
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,22 @@ def _has_nvlink(pynvml: Any, handles: Sequence[Any]) -> bool:
         return False
 
 
+def busy_gpus() -> list[int]:
+    """Return which of the GPUs that this process may use have memory that others use."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        busy = []
+        for index in visible_indices(pynvml.nvmlDeviceGetCount()):
+            memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index))
+            if memory.free < LEAST_FREE_SHARE * memory.total:
+                busy.append(index)
+        return busy
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def device_files() -> list[str]:
     """Return the files of the GPUs that the system has, such as /dev/nvidia0, whether raypp can use them or not."""
     return sorted(glob.glob("/dev/nvidia[0-9]*"))
@@ -249,9 +267,18 @@ def gpus_of_stages(hardware: Hardware, num_stages: int, num_members: int, *, tak
         num_members: Of each stage.
         take_all: Whether each member has a GPU of its own, and nothing else of the engine has one.
     """
+    speeds = [gpu.speed for machine in hardware.machines for gpu in machine.gpus]
+    slowest = min((speed for speed in speeds if speed is not None), key=lambda speed: speed.bytes_per_s, default=None)
+
+    def weakest(gpus: Sequence[Gpu]) -> Gpu:
+        """Return the least memory and the slowest speed of some; what is unknown is as slow as the slowest known."""
+        known = [gpu.speed or slowest for gpu in gpus]
+        names = [speed.name for speed in sorted(filter(None, known), key=lambda speed: speed.bytes_per_s)]
+        return Gpu(min(gpu.memory_bytes for gpu in gpus), names[0] if names else "")
+
     groups = [
         StageGpus(
-            min(machine.gpus[first : first + num_members], key=lambda gpu: gpu.memory_bytes),
+            weakest(machine.gpus[first : first + num_members]),
             machine.node_id,
             tuple(range(first, first + num_members)),
         )

@@ -84,7 +84,10 @@ class Stage:
         self._entering = None if spec.is_first else schemas.forward[spec.stage_index - 1]
         self._leaving = None if spec.is_last else schemas.forward[spec.stage_index]
         self._graphs = graphs or CudaGraphManager(
-            graph_maker(device), debug_every=spec.graphs.debug_every, max_bytes=spec.graphs.max_bytes
+            graph_maker(device),
+            debug_every=spec.graphs.debug_every,
+            max_bytes=spec.graphs.max_bytes if members is None else None,
+            must_record_all=members is not None,
         )
         self._makes_graphs = self._graphs.makes_graphs
         wanted = StepSizes.wanted(

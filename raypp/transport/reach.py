@@ -10,7 +10,7 @@ from pathlib import Path
 
 from raypp.errors import ResourceError
 
-_REACH_S = 10.0
+_REACH_S, _LEAST_S = 10.0, 1.0
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -27,7 +27,7 @@ def check_reach(who: str, whom: str, address: str, timeout_s: float = _REACH_S) 
         ResourceError: there is no connection.
     """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    timeout_s = min(timeout_s, _REACH_S)
+    timeout_s = min(max(timeout_s, _LEAST_S), _REACH_S)
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
     except OSError as error:

@@ -266,7 +266,9 @@ class TorchExperts:
     def __call__(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See `raypp.ops.backend.Experts`. Both are left as they are."""
         normed, router = self._norm(hidden), self._router
-        logits = F.linear(normed, router.weight, router.bias)
+        dtype = torch.float32 if router.routing.has_sigmoid else normed.dtype  # scores that are alike are many there
+        bias = None if router.bias is None else router.bias.to(dtype)
+        logits = F.linear(normed.to(dtype), router.weight.to(dtype), bias)
         experts, weights = choose_experts(logits, router.routing, router.correction)
         return self._products(normed, experts, weights).add_(hidden if residual is None else residual)
 

@@ -171,7 +171,7 @@ class CudaDevice:
             memory = f", {free >> 20} of {total >> 20} MiB free"
         except RuntimeError:  # the device has failed, and answers nothing any more
             memory = ""
-        hint = "transport='nccl' needs no memory shared between processes; containers need --ipc=host for ipc links"
+        hint = "containers need --ipc=host; without, links go by transport='nccl', members by NCCL_P2P_DISABLE=1"
         if error == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             hint = "a slot holds the largest step: lower max_num_batched_tokens, or gpu_memory_utilization"
         return ResourceError(

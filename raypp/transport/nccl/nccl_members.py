@@ -105,7 +105,7 @@ class NcclMembers:
         """Until this ends, sums that graphs do not capture are this member's alone.
 
         What runs before the first step compiles kernels and finds out what memory suffices for: in threads, in any
-        order, and not of the same sizes on all members.
+        order.
         """
         self._is_building = True
         try:
@@ -144,11 +144,14 @@ class NcclMembers:
 
     def abort(self) -> None:
         """End all waits, those of the devices too. From any thread."""
-        self._host.abort()
-        if self._memory is not None:
-            self._memory.abort()
-        if self._communicator is not None:
-            self._communicator.abort()
+        memory, communicator = self._memory, self._communicator
+        try:
+            self._host.abort()
+            if memory is not None:
+                memory.abort()
+        finally:
+            if communicator is not None:
+                communicator.abort()
 
     def close(self) -> None:
         """Leave the others, once what was enqueued is done."""

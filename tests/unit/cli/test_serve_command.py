@@ -17,6 +17,7 @@ from raypp.cli.main import EntryPoints, main
 from raypp.config.engine_config import EngineConfig
 from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.errors import ConfigError
+from raypp.plan import fit
 from raypp.plan.hardware import Gpu, Hardware, Machine
 from serve_app.app import split_arguments
 
@@ -106,6 +107,7 @@ def test_on_several_gpus_what_info_advises_is_taken(
     machine = Machine((Gpu(140 << 30, "NVIDIA H200"),) * 2)
     hardware = Hardware(32, 1 << 38, 2, "NVIDIA H200", 140 << 30, (9, 0), machines=(machine,))
     monkeypatch.setattr(Hardware, "of_this_machine", lambda: hardware)
+    monkeypatch.setattr(fit, "busy_gpus", list)
     server, model = FakeServer(), str(ROOT / "benchmarks" / "models" / "qwen3-8b")
     assert main(["serve", model, *options], entry_points=EntryPoints(serve=server)) == 0
     assert server.config is not None

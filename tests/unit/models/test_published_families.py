@@ -11,6 +11,7 @@ import pytest
 from raypp.errors import ConfigError, ModelLoadError
 from raypp.models.config import ModelConfig, load_model_config
 from raypp.models.member_sizes import of_one_member
+from raypp.models.quantization import Quantization
 from raypp.models.sizes import parameter_counts
 
 SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
@@ -27,6 +28,13 @@ GEMMA3_4B: dict[str, Any] = {
     },
     "torch_dtype": "bfloat16",
     "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+GEMMA2: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "sliding_window": 4096,
 }
 GLM45_AIR: dict[str, Any] = {
     "architectures": ["Glm4MoeForCausalLM"],
@@ -159,3 +167,31 @@ def test_members(tmp_path: Path) -> None:
     assert (part.attending[0].num_heads, part.attending[0].num_sharing) == (3, 2)
     with pytest.raises(ConfigError, match="tensor_parallel_size=5, 8 KV heads"):
         of_one_member(read(tmp_path, GLM45_AIR), 5)
+
+
+def test_what_is_unsaid_or_null(tmp_path: Path) -> None:
+    unsaid = {name: value for name, value in MINIMAX_M2.items() if not name.endswith("dtype")}
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert read(tmp_path, unsaid | {"quantization_config": blocks}).dtype == "bfloat16"
+    assert read(tmp_path, unsaid).dtype == "float32"
+    caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    config = read(tmp_path, GEMMA2)
+    assert (config.logit_cap, config.attending[0].soft_cap) == (30.0, 50.0)
+    config = read(tmp_path, GEMMA2 | caps)
+    assert (config.logit_cap, config.attending[0].soft_cap) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("form", "size", "keeps"),
+    [
+        (Quantization(format="mxfp4", block=(1, 32), is_for_gpus=True), 1440, True),
+        (Quantization(format="mxfp4", block=(1, 32), is_for_gpus=True), 720, False),  # groups of 16
+        (Quantization(format="fp8", block=(128, 128), is_for_gpus=True), 384, True),
+        (Quantization(format="fp8", block=(128, 128), is_for_gpus=True), 192, False),
+        (Quantization(format="fp8", block=(1, 0), is_for_gpus=True), 352, True),
+        (Quantization(format="fp8", block=(1, 0), is_for_gpus=True), 176, False),
+    ],
+)
+def test_which_parts_of_experts_keep_their_form(form: Quantization, size: int, keeps: bool) -> None:
+    assert form.can_cut_inputs(size, is_of_experts=True) == keeps
+    assert form.can_cut_inputs(size, is_of_experts=False)

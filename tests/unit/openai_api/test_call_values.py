@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -81,18 +82,41 @@ def test_values_as_gemma_writes_them(values: dict[str, Any], data: st.DataObject
     ("written", "arguments"),
     [
         ('{x: <|"|>a<|"|> , y:[ 1 , 2 ]}', {"x": "a", "y": [1, 2]}),
-        ('{"x":"a\\n<tool_call|>",<|"|>y z<|"|>:None}', {"x": "a\n<tool_call|>", "y z": None}),
-        ("{x:two words,y:Oslo}", None),  # no value has spaces without quotes
+        (
+            '{"x":"a\\n<b>",<|"|>y z<|"|>:None,t:<|"|><tool_call|><|"|>}',
+            {"x": "a\n<b>", "y z": None, "t": "<tool_call|>"},
+        ),
+        ("{x:two words,y:a<b,z:5 apples}", {"x": "two words", "y": "a<b", "z": "5 apples"}),
+        ("{a}", None),
+        ("{a b}", None),
+        ("{:1}", None),
+        ('{q:"x}', None),
         ("{x:Oslo,y:-1e3,z:True}", {"x": "Oslo", "y": -1000.0, "z": True}),
         ("{}", {}),
     ],
 )
 def test_other_ways_in_which_gemma_writes(written: str, arguments: dict[str, Any] | None) -> None:
-    text = f"<|tool_call>call:f{written}<tool_call|>"
+    text = f"<|tool_call>call:f{written}<tool_call|> bye"
     for cut in range(len(text)):
         content, names, found, is_whole = read("gemma4", text, cut)
-        assert (content, names, is_whole) == ("", "f", arguments is not None)
+        assert (content, names, is_whole) == ("bye", "f", arguments is not None), text[:cut]
         assert arguments is None or json.loads(found) == arguments
+
+
+def test_a_name_of_white_space_takes_no_time() -> None:
+    parser, begun_s = MessageParser(thoughts=None, calls=CALL_SYNTAXES["gemma4"]), time.monotonic()
+    for piece in ["<|tool_call>call:f{a", *[" "] * 3000]:
+        parser.feed(piece)
+    assert time.monotonic() - begun_s < 2.0
+
+
+@pytest.mark.parametrize("cut", range(60))
+def test_what_is_no_argument_of_glm(cut: int) -> None:
+    text = "The tag <tool_call>foo<b>x</b> is how models call."
+    assert read("glm45", text, min(cut, len(text)))[:2] == (text.replace("tag ", "tag"), "")
+    whole = "<tool_call>f<arg_key>b</arg_key><arg_value>1</arg_value></tool_call>"
+    text = f"<tool_call>f<arg_key>a</arg_key>1</tool_call> then {whole}"
+    assert read("glm45", text, cut)[:3] == ("then", "ff", '{}{"b": 1}')
 
 
 @pytest.mark.parametrize("name_first", [True, False])

@@ -89,7 +89,8 @@ def test_gpus_without_the_type_are_refused() -> None:
     )
     with pytest.raises(ConfigError, match=r"quantization=fp8, compute capability 8\.6; expected: .* 8\.9"):
         plan_engine(config, Hardware(8, 0, 1, "GPU", 80 << 30, (8, 6)))
-    assert plan_engine(config, Hardware(8, 0, 1, "GPU", 80 << 30, (8, 9))).held_model.quantization == ONLINE_FP8
+    held = replace(ONLINE_FP8, is_for_gpus=True)
+    assert plan_engine(config, Hardware(8, 0, 1, "GPU", 80 << 30, (8, 9))).held_model.quantization == held
 
 
 def test_sizes_are_those_of_the_form_that_the_device_multiplies() -> None:
@@ -97,8 +98,10 @@ def test_sizes_are_those_of_the_form_that_the_device_multiplies() -> None:
 
     def is_kept(model: ModelConfig, capability: tuple[int, int], device: str = "cuda", dtype: str = "bfloat16") -> bool:
         held = held_model(model, Hardware(8, num_gpus=1, gpu_capability=capability), device=device, dtype=dtype)
-        assert held in (model, replace(model, quantization=None))
-        return held is model
+        assert model.quantization is not None
+        kept = replace(model, quantization=replace(model.quantization, is_for_gpus=True))
+        assert held in (kept, replace(model, quantization=None))
+        return held == kept
 
     assert [is_kept(fp8, capability) for capability in ((9, 0), (8, 9), (8, 6), (0, 0))] == [True, True, False, True]
     assert [is_kept(awq, capability) for capability in ((9, 0), (8, 0))] == [True, True]
