@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +98,7 @@ class _Listener:
     def _serve(self) -> None:
         while True:
             connection, _ = self._server.accept()
-            with connection:
+            with connection, suppress(OSError):  # a sender that is gone ends its own measurement
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 while (piece := connection.recv(_PIECE_BYTES)) == _PING:
                     connection.sendall(piece)

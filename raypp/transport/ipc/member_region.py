@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 MAX_BYTES = 1 << 20
 """The largest tensor that is summed there; above it, NCCL is as quick. Figures: benchmarks/REPORT.md, "Members"."""
 NUM_PROGRAMS = 64
-"""Of a sum: fewer than any GPU with peer access has processors, so that all are there at once."""
+"""Of a sum. A program waits for the same one of each other member alone, so it needs no others beside it."""
 _PACKET_BYTES = 2  # for each byte of a tensor
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -73,14 +73,15 @@ class MemberRegion:
         """Unmap the others' memory, and free this one's once they have unmapped it; from the thread that used it."""
         ends = time.monotonic() + _CLOSE_TIMEOUT_S
         if not self._device.drain(_CLOSE_TIMEOUT_S, torch.cuda.current_stream(self._device.torch_device)):
+            # Its sockets stay open until the process ends: closed, they would say that nothing is mapped any more.
             logger.warning("member %d leaves the others with sums in flight; their memory stays", self._rank)
+            return
+        for base in self._mapped:
+            self._device.unmap(base)
+        self._barrier.arrive()
+        missing = self._barrier.wait(max(ends - time.monotonic(), 0.1))
+        if missing:
+            logger.warning("members %s still use the memory of member %d", missing, self._rank)
         else:
-            for base in self._mapped:
-                self._device.unmap(base)
-            self._barrier.arrive()
-            missing = self._barrier.wait(max(ends - time.monotonic(), 0.1))
-            if missing:
-                logger.warning("members %s still use the memory of member %d", missing, self._rank)
-            else:
-                self._device.free(self._base)
+            self._device.free(self._base)
         self._barrier.close()
