@@ -76,12 +76,4 @@ class MemberRegion:
             # Its sockets stay open until the process ends: closed, they would say that nothing is mapped any more.
             logger.warning("member %d leaves the others with sums in flight; their memory stays", self._rank)
             return
-        for base in self._mapped:
-            self._device.unmap(base)
-        self._barrier.arrive()
-        missing = self._barrier.wait(max(ends - time.monotonic(), 0.1))
-        if missing:
-            logger.warning("members %s still use the memory of member %d", missing, self._rank)
-        else:
-            self._device.free(self._base)
-        self._barrier.close()
+        self._barrier.give_back(self._device, self._mapped, self._base, ends)

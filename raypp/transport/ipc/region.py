@@ -19,7 +19,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -116,18 +116,11 @@ class IpcRegion:
         self._is_closed = True
         ends = time.monotonic() + timeout_s
         is_idle = self._device.drain(timeout_s) and self._forcer.stop(max(ends - time.monotonic(), 0.1))
-        if not is_idle:
-            logger.warning("stage %d closes its links with work in flight; their memory stays", self._stage_index)
+        if is_idle:
+            self._barrier.give_back(self._device, self._mapped.values(), self._base, ends)
         else:
-            for base in self._mapped.values():
-                self._device.unmap(base)
-            self._barrier.arrive()
-            missing = self._barrier.wait(max(ends - time.monotonic(), 0.1))
-            if missing:
-                logger.warning("stages %s still use the link memory of stage %d", missing, self._stage_index)
-            else:
-                self._device.free(self._base)
-        self._barrier.close()
+            logger.warning("stage %d closes its links with work in flight; their memory stays", self._stage_index)
+            self._barrier.close()
 
     def _clear(self) -> None:
         memory = self._device.tensor(self._base, self._layout.num_bytes)
@@ -238,6 +231,25 @@ class UnmapBarrier:
             except OSError:
                 continue  # it is gone
         return missing
+
+    def give_back(self, device: CudaDevice, mapped: Iterable[int], base: int, ends: float) -> None:
+        """Unmap the others' memory, free this one's once they have unmapped it, and close the sockets.
+
+        Args:
+            device: Of this process, done with all of it.
+            mapped: Addresses of the others' memory.
+            base: Of this one's.
+            ends: When to wait no longer, by `time.monotonic`; the memory stays then.
+        """
+        for address in mapped:
+            device.unmap(address)
+        self.arrive()
+        missing = self.wait(max(ends - time.monotonic(), 0.1))
+        if missing:
+            logger.warning("%ss %s still use the link memory of %s %d", self._noun, missing, self._noun, self._index)
+        else:
+            device.free(base)
+        self.close()
 
     def close(self) -> None:
         """Close the sockets."""

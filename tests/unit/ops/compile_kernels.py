@@ -341,7 +341,8 @@ class TwoMembers:
 
 def call_member_sums() -> None:
     """Sum few rows and many."""
-    sums = PushedSums(TwoMembers(), DEVICE)  # type: ignore[arg-type]
+    members: Any = TwoMembers()
+    sums = PushedSums(members, DEVICE)
     for rows in (1, 128):
         sums(torch.empty(rows, 4096, dtype=BF16), torch.empty(rows, 4096, dtype=BF16))
 

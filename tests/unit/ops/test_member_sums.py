@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -31,7 +33,7 @@ class Member:
         return x
 
 
-def members(count: int) -> list[Member]:
+def members(count: int) -> list[Any]:
     made = [Member(rank, count) for rank in range(count)]
     for each in made:
         each.addresses.copy_(torch.tensor([other.packets.data_ptr() for other in made]))
@@ -49,7 +51,7 @@ def arrive(target: Member, rank: int, x: torch.Tensor, number: int) -> None:
 def test_sums_in_the_order_of_ranks(count, dtype):
     made, device = members(count), Device.of(DEVICE)
     cuts = device.is_interpreter and dtype == torch.bfloat16  # the interpreter rounds to zero
-    sums = [PushedSums(each, device) for each in made]  # type: ignore[arg-type]
+    sums = [PushedSums(each, device) for each in made]
     for number, shape in enumerate([(1, 2), (1, 8), (3, 128), (16, 128), (7, 66), (2, 2)], 1):
         parts = [torch.randn(shape, device=DEVICE).to(dtype) for _ in range(count)]
         residual = torch.randn(shape, device=DEVICE).to(dtype)
@@ -70,7 +72,7 @@ def test_sums_in_the_order_of_ranks(count, dtype):
 def test_a_stop_ends_waits():
     made = members(2)
     made[0].stop.fill_(1)
-    sums = PushedSums(made[0], Device.of(DEVICE))  # type: ignore[arg-type]
+    sums = PushedSums(made[0], Device.of(DEVICE))
     for _ in range(3):
         sums(*torch.ones(2, 1, 2, dtype=torch.bfloat16, device=DEVICE))
     assert made[0].counts.tolist() == [3] * NUM_PROGRAMS
@@ -78,12 +80,12 @@ def test_a_stop_ends_waits():
 
 def test_what_does_not_fit_goes_another_way():
     member = members(2)[0]
-    sums = PushedSums(member, Device.of(DEVICE))  # type: ignore[arg-type]
+    sums = PushedSums(member, Device.of(DEVICE))
     for x in (torch.ones(33, 64, dtype=torch.bfloat16), torch.ones(3, 64), torch.ones(5, 3, dtype=torch.bfloat16)):
         assert torch.equal(sums(x.clone(), x), 2 * x)
-    member.memory = None  # type: ignore[assignment]  # GPUs that do not reach each other
+    member.memory = None  # GPUs that do not reach each other
     x = torch.ones(7, 64, dtype=torch.bfloat16)
     assert torch.equal(sums(x.clone(), x), 2 * x)
     assert member.summed_elsewhere == [33, 3, 5, 7]
     assert not member.counts.any()
-    assert len(PushedSums(member, Device.of(DEVICE))(x[:0], x[:0])) == 0  # type: ignore[arg-type]
+    assert len(PushedSums(member, Device.of(DEVICE))(x[:0], x[:0])) == 0
