@@ -10,7 +10,7 @@ from raypp.cli.engine_options import add_engine_options, add_setting_options, en
 from raypp.config.engine_config import EngineConfig
 from raypp.config.http_settings import HttpAddress, HttpSettings, http_settings
 from raypp.config.options import ADDRESS_SETTINGS, HTTP_SETTINGS
-from raypp.plan.fit import advised_config
+from raypp.plan.fit import CUT, advised_config, names_cut
 
 
 def add_parser(commands: Any) -> None:
@@ -33,11 +33,16 @@ def run(args: argparse.Namespace) -> int:
     address = http_settings(HttpAddress, given_settings(args, ADDRESS_SETTINGS))
     has_one_engine = settings.num_replicas == 1 and settings.max_replicas is None
 
-    def read() -> EngineConfig:
-        config = engine_config(args)
-        return _advised(config) if has_one_engine else config
+    config = engine_config(args)
+    advised = _advised(config) if has_one_engine else config
+    taken = {} if advised is config else {name: getattr(advised.parallel, name) for name in CUT}
 
-    args.entry_points.serve(read(), settings, address=address, on_ready=_say_ready, read_again=read)
+    def read_again() -> EngineConfig:
+        """Return the file's configuration, with what was advised at first: GPUs are in use by now."""
+        config = engine_config(args)
+        return config if names_cut(config) else config.with_settings(**taken)
+
+    args.entry_points.serve(advised, settings, address=address, on_ready=_say_ready, read_again=read_again)
     return 0
 
 

@@ -335,6 +335,15 @@ def advised_cut(cuts: Sequence[Fit]) -> Fit | None:
     return min(alike, key=lambda cut: (_num_asked(cut.layout), -cut.tokens_per_s(1)), default=None)
 
 
+CUT = ("num_stages", "tensor_parallel_size")
+"""The settings that advice is about."""
+
+
+def names_cut(config: EngineConfig) -> bool:
+    """Return whether a configuration says anything of stages, members or layers."""
+    return bool(config.parallel.model_fields_set & {*CUT, "layer_partition"})
+
+
 def advised_config(config: EngineConfig) -> EngineConfig:
     """Return a configuration with the stages and members that are advised for this machine, where it says of neither.
 
@@ -343,9 +352,14 @@ def advised_config(config: EngineConfig) -> EngineConfig:
     Raises:
         ConfigError, ModelLoadError, ResourceError: as `describe_fit`.
     """
-    asked = config.parallel.model_fields_set & {"num_stages", "tensor_parallel_size", "layer_partition"}
     hardware = _of_this_machine()
-    if asked or not hardware.machines or hardware.num_gpus < 2 or config.parallel.device == "cpu" or busy_gpus():
+    if (
+        names_cut(config)
+        or not hardware.machines
+        or hardware.num_gpus < 2
+        or config.parallel.device == "cpu"
+        or busy_gpus()
+    ):
         return config
     cuts = possible_cuts(check_fit(config, hardware))
     advised = advised_cut(cuts)

@@ -115,6 +115,7 @@ def test_on_several_gpus_what_info_advises_is_taken(
     assert (parallel.num_stages, parallel.tensor_parallel_size) == (num_stages, num_members)
     said = "num_stages=1, tensor_parallel_size=2, as `raypp info` advises" in capsys.readouterr().err
     assert said == (not options)
+    monkeypatch.setattr(fit, "busy_gpus", lambda: [0, 1])  # by this engine
     assert server.read_again() == server.config
 
 
