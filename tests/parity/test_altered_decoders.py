@@ -196,6 +196,20 @@ ALTERED: dict[str, tuple[Patch, str]] = {
     "token ids in all layers": (shared(layer(adds_token_ids)), FAILS),
 }
 
+IN_SOAK = {
+    "norm with 2 + w",
+    "norm without the mean",
+    "norm with a limit",
+    "rotation backward",
+    "rotation of queries alone",
+    "own code of attention",
+    "queries scaled in place",
+    "queries scaled behind the norm",
+    "heads in another order",
+    "output gated by values",
+}
+"""Another of the same place and outcome stays in CI."""
+
 
 def mean_so_far(x: torch.Tensor) -> torch.Tensor:
     return x.cumsum(1) / torch.ones_like(x).cumsum(1)
@@ -224,7 +238,9 @@ def outcome(path: Path) -> str:
         return FAILS
 
 
-@pytest.mark.parametrize("name", ALTERED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full) if name in IN_SOAK else name for name in ALTERED]
+)
 def test_altered_decoders_are_equal_or_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alter, expected = ALTERED[name]
     monkeypatch.setattr(config_module, "asked", lambda _, path, **options: answer(path, **options))

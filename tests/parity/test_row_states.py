@@ -33,7 +33,7 @@ IN_CI = (("qwen3_5", ""), ("qwen3_5_moe", "ngram"))
 RATES = (0.0, 0.3, 0.7, 1.0)
 """Of drafts that are right."""
 GROUPS = sized(1, 40)
-"""Of schedules: of five in CI, of 200 in soak."""
+"""Of schedules, five each: in CI the three of them that meet everything, in soak 200."""
 NUM_DEATHS = 3
 IMPLS = ("raypp", pytest.param("transformers", marks=pytest.mark.full))
 """Whose layers: those of transformers keep inputs of whole modules."""
@@ -120,7 +120,7 @@ def test_texts_stay_whatever_happens(group, impl, model, undisturbed, monkeypatc
     """Random stages, blocks, chunks and drafts; masks come late, requests end early, engines die and others go on."""
     texts = [answer.asked.prompt.tolist() + answer.token_ids for answer in undisturbed]
     comparison, met = Comparison(model), Counter[str]()
-    for seed in range(5 * group, 5 * group + 5):
+    for seed in sized((2, 3, 4), range(5 * group, 5 * group + 5)):
         rng = random.Random(seed)
         rate = rng.choice(RATES)
 
