@@ -186,6 +186,10 @@ class Members(Protocol):
     def memory(self) -> MemberMemory | None:
         """Where small sums are made by kernels alone; None: by `sum_`."""
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the others take no part for now: while a stage is built, each member computes for itself."""
+
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
         """Replace a tensor by the sum of all members' tensors, and return it.
 
@@ -195,16 +199,8 @@ class Members(Protocol):
             EngineDeadError: `abort` was called.
         """
 
-    def joined(self, x: torch.Tensor, size: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the first columns of all members' side by side, [N, size]. Raises as `sum_`.
-
-        Shapes: x [N, C], count * C at least size.
-
-        Args:
-            x: This member's.
-            size: Columns of the result.
-            out: Where it goes; None: into a new tensor.
-        """
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all members by rank, [count, ...]. Raises as `sum_`. Shapes: x [...], alike for all."""
 
     def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the tensor of host memory, int32 [n], that the first member makes. Raises as `sum_`.

@@ -45,7 +45,7 @@ class PushedSums:
         Shapes: x, residual [N, H] contiguous.
         """
         memory, num_words = self._members.memory, x.numel() >> 1
-        if memory is None or x.dtype not in _TYPES or x.nbytes > memory.max_bytes or x.numel() & 1:
+        if memory is None or self._members.is_alone or x.dtype not in _TYPES or x.nbytes > memory.max_bytes or x.numel() & 1:
             return self._members.sum_(x).add_(residual)
         if not num_words:
             return x
