@@ -27,8 +27,9 @@ from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes
 from raypp.models.vision_config import TOWER_PREFIXES
 from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, Rotation
-from raypp.ops.backend import KernelSet, LMHead, Members, Projection
+from raypp.ops.backend import KernelSet, LMHead, Projection
 from raypp.ops.member_kernels import with_members
+from raypp.ops.members import Members
 from raypp.ops.row_attention import capped
 from raypp.ops.row_state import LayerMemory
 from raypp.ops.sample.vocabulary_part import VocabularyPart, hide_padding

@@ -8,10 +8,11 @@ from importlib.util import find_spec
 
 import torch
 
-from raypp.ops.backend import KernelSet, Members
+from raypp.ops.backend import KernelSet
 from raypp.ops.block_store import BlockMover, BlockStore, RowStore, TorchBlockMover, TorchBlockStore
 from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.kv_cache import LayerCache, zeros_on_demand
+from raypp.ops.members import Members
 from raypp.ops.sample.token_choice import TokenChoice, TorchTokenChoice
 from raypp.ops.sample.vocabulary_part import VocabularyPart
 
@@ -38,6 +39,9 @@ def make_first_sums(members: Members, hidden_size: int, dtype: torch.dtype, devi
         x = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
         sums(x, torch.zeros_like(x))
         rows *= 2
+    for rows in (1, 8):  # of a norm over all heads
+        x = torch.zeros(rows, 2, device=device)
+        sums(x, torch.zeros_like(x))
     members.gathered(torch.zeros(1, device=device))
 
 
@@ -85,7 +89,7 @@ def choose_token_choice(device: torch.device, max_positions: int, part: Vocabula
     from raypp.ops.cuda.kernel_launch import Device, Workspace
     from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 
-    return KernelTokenChoice(max_positions, Device.of(device), Workspace(device))
+    return KernelTokenChoice(max_positions, Device.of(device), Workspace(device), part)
 
 
 def open_block_store(caches: Sequence[LayerCache], num_cpu_blocks: int, num_staged: int) -> BlockStore:

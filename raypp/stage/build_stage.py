@@ -18,10 +18,10 @@ from raypp.models.draft_head import DraftHead
 from raypp.models.member_sizes import Member
 from raypp.models.registry import build_model
 from raypp.models.weights import PickledWeights, WeightReader, WeightSource, open_weights, warn_of_unread
-from raypp.ops.backend import Members
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice, make_first_sums
 from raypp.ops.kv_cache import allocate_layer_cache
 from raypp.ops.member_kernels import with_members
+from raypp.ops.members import Members
 from raypp.ops.row_state import LayerMemory, ModulesMemory, allocate_layer_state, allocate_module_memory
 from raypp.ops.sample.vocabulary_part import VocabularyPart
 from raypp.stage.schemas import StageSchemas

@@ -48,7 +48,10 @@ def top_logprobs(
     """
     logits = logits.to(torch.float32)
     if part is not None:
-        return _top_of_members(logits, chosen, num_top, part)
+        chosen_logits, top = part.chosen(logits, chosen), logits.topk(min(num_top, logits.shape[1]), dim=1)
+        num_likelier = (logits > chosen_logits).sum(dim=1, dtype=torch.int32)
+        normalizers = logits.logsumexp(dim=1, keepdim=True)
+        return top_of_members(chosen, chosen_logits, normalizers, *top, num_likelier, part, num_top)
     normalizer = logits.logsumexp(dim=1, keepdim=True)
     chosen = chosen.unsqueeze(1)
     chosen_logits = logits.gather(1, chosen)
@@ -61,25 +64,40 @@ def top_logprobs(
     )
 
 
-def _top_of_members(logits: torch.Tensor, chosen: torch.Tensor, num_top: int, part: VocabularyPart) -> TopLogprobs:
-    gathered, size = part.members.gathered, logits.shape[1]
-    places = (chosen - part.first).unsqueeze(1)
-    own = logits.gather(1, places.clamp(0, size - 1)).masked_fill_((places < 0) | (places >= size), -torch.inf)
-    chosen_logits = gathered(own).amax(0)
-    ranks = (logits > chosen_logits).sum(dim=1, keepdim=True, dtype=torch.int32)
-    top = logits.topk(min(num_top, size), dim=1)
-    found = (logits.logsumexp(dim=1, keepdim=True), top.values)
-    integers = (ranks, (top.indices + part.first).to(torch.int32))
-    of_all = gathered(torch.cat([each.view(torch.int32) for each in found] + list(integers), 1))
-    width = top.values.shape[1]
-    sums, values, ranks, token_ids = of_all.split((1, width, 1, width), 2)
-    normalizer = sums.view(torch.float32).logsumexp(dim=0)
-    values, token_ids = (each.transpose(0, 1).reshape(len(logits), -1) for each in (values, token_ids))
-    best = values.contiguous().view(torch.float32).topk(num_top, dim=1)
+def top_of_members(
+    chosen: torch.Tensor,
+    chosen_logits: torch.Tensor,
+    normalizers: torch.Tensor,
+    values: torch.Tensor,
+    places: torch.Tensor,
+    num_likelier: torch.Tensor,
+    part: VocabularyPart,
+    num_top: int | None = None,
+) -> TopLogprobs:
+    """Return log-probabilities of what each member has found among its logits.
+
+    Args:
+        chosen: [N] int64.
+        chosen_logits: [N, 1] float32.
+        normalizers: [N, 1] float32, of this member's logits.
+        values: [N, L] float32, its highest logits.
+        places: [N, L], where they are.
+        num_likelier: [N] int32, how many of its tokens are likelier than the chosen one.
+        part: Its tokens.
+        num_top: How many of the most likely tokens there are; None: L.
+    """
+    num_positions, width = values.shape
+    token_ids = (places + part.first).to(torch.int32)
+    bits = (normalizers.view(torch.int32), values.contiguous().view(torch.int32))
+    of_all = part.members.gathered(torch.cat((*bits, num_likelier.unsqueeze(1), token_ids), 1))
+    sums, of_parts, counts, ids = of_all.split((1, width, 1, width), 2)
+    normalizer = sums.contiguous().view(torch.float32).logsumexp(dim=0)
+    of_parts, ids = (each.transpose(0, 1).reshape(num_positions, -1) for each in (of_parts, ids))
+    best = of_parts.view(torch.float32).topk(width if num_top is None else num_top, dim=1)
     return TopLogprobs(
-        token_ids=torch.cat((chosen.to(torch.int32).unsqueeze(1), token_ids.gather(1, best.indices)), dim=1),
+        token_ids=torch.cat((chosen.to(torch.int32).unsqueeze(1), ids.gather(1, best.indices)), dim=1),
         logprobs=torch.cat((chosen_logits, best.values), dim=1).sub_(normalizer),
-        ranks=ranks.sum(dim=0, dtype=torch.int32).squeeze(1) + 1,
+        ranks=counts.sum(dim=0, dtype=torch.int32).squeeze(1) + 1,
     )
 
 

@@ -1,7 +1,7 @@
 """The part of the vocabulary whose logits one member of a stage has, and how members choose from all parts.
 
     greedy, untruncated draws    each member's best value and its token
-    truncated draws              see `raypp.ops.cuda.member_draws`; elsewhere all logits
+    truncated draws              all logits, joined; on GPUs, of all rows of a step in which one draws
     log-probabilities            each member's sum, rank and most likely tokens
 
 N positions, C logits of a member, M members.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raypp.ops.backend import Members
+from raypp.ops.members import Members
 
 _NO_TOKEN = (1 << 31) - 1
 
@@ -55,6 +55,13 @@ class VocabularyPart:
         found, tokens = of_all[:, :, 0].view(torch.float32), of_all[:, :, 1]
         highest = found.amax(0)
         return highest, tokens.masked_fill(found != highest, _NO_TOKEN).amin(0).to(torch.int64)
+
+    def chosen(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits of some tokens, of whichever members, [N, 1]. Shapes: logits [N, C]; tokens [N] int64."""
+        places = (tokens - self.first).unsqueeze(1)
+        own = logits.gather(1, places.clamp(0, self.size - 1))
+        own = own.masked_fill((places < 0) | (places >= self.size), -torch.inf)
+        return self.members.gathered(own).amax(0)
 
     def joined(self, logits: torch.Tensor) -> torch.Tensor:
         """Return all members' logits side by side, [N, V]. Shapes: logits [N, C]."""

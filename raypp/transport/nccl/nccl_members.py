@@ -37,7 +37,7 @@ class HostMembers(Protocol):
 
 
 class SharedMemory(Protocol):
-    """What members write into by themselves; see `raypp.ops.backend.MemberMemory`."""
+    """What members write into by themselves; see `raypp.ops.members.MemberMemory`."""
 
     addresses: torch.Tensor
     counts: torch.Tensor
@@ -53,7 +53,7 @@ OpenMemory = Callable[[torch.device, int, int, Meeting], SharedMemory | None]
 
 
 class NcclMembers:
-    """One process's; see `raypp.ops.backend.Members`.
+    """One process's; see `raypp.ops.members.Members`.
 
     It is made before the members meet, and they may meet again.
 

@@ -331,7 +331,7 @@ def call_all(workspace: Workspace) -> None:
 class TwoMembers:
     """As the first of two members has them, with memory."""
 
-    rank, count, max_bytes = 0, 2, 1 << 20
+    rank, count, max_bytes, is_alone = 0, 2, 1 << 20, False
 
     def __init__(self) -> None:
         self.memory = self
@@ -345,6 +345,7 @@ def call_member_sums() -> None:
     sums = PushedSums(members, DEVICE)
     for rows in (1, 128):
         sums(torch.empty(rows, 4096, dtype=BF16), torch.empty(rows, 4096, dtype=BF16))
+    sums(*torch.empty(2, 64, 2))  # squares of a norm over all heads
 
 
 def call_experts(workspace: Workspace) -> None:
