@@ -81,10 +81,11 @@ def _most_bytes(memory: MemberMemory, dtype: torch.dtype) -> int:
 def _halves(word, TYPE: tl.constexpr):
     """Return the two numbers of 16 bits in each word, in float32; of 32 bits, the number and 0."""
     if TYPE == tl.float32:  # noqa: SIM300
-        return word.to(tl.float32, bitcast=True), tl.zeros(word.shape, tl.float32)
-    low = word.to(tl.int16).to(TYPE, bitcast=True)
-    high = (word >> 16).to(tl.int16).to(TYPE, bitcast=True)
-    return low.to(tl.float32), high.to(tl.float32)
+        low, high = word.to(tl.float32, bitcast=True), tl.zeros(word.shape, tl.float32)
+    else:
+        low = word.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+    return low, high
 
 
 @triton.jit
