@@ -167,8 +167,8 @@ def lm_head_bytes(config: ModelConfig, dtype_bytes: int) -> int:
 
 
 def logit_row_bytes(config: ModelConfig) -> int:
-    """Return the bytes of one row's logits; where members draw, of its own part, a changed one and all parts, too."""
-    of_members = (2 + config.num_members) * config.vocab_rows if config.num_members > 1 else 0
+    """Return the bytes of one row's logits; where members draw, of its own part and of all parts, too."""
+    of_members = (1 + config.num_members) * config.vocab_rows if config.num_members > 1 else 0
     return (config.vocab_size + of_members) * LOGIT_BYTES
 
 
