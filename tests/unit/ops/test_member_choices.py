@@ -91,7 +91,9 @@ def _asked(vocab_size: int, seed: int) -> Adjustments:
     generator, lengths = np.random.default_rng(seed), [3 + row for row in range(NUM_ROWS)]
     for row, length in enumerate(lengths):
         known = generator.integers(0, vocab_size, length).astype(np.int32)
-        history.tokens.write(StepTokens(*(torch.tensor(each) for each in ([row], [0], [known.tolist()]))))
+        history.tokens.write(
+            StepTokens(*(torch.tensor(each, device=device) for each in ([row], [0], [known.tolist()])))
+        )
         history.start(row, known, length // 2, counts=True)
     tables = _tables(vocab_size, seed)
     bits = torch.randint(-(2**31), 2**31, (2, -(-vocab_size // 32)), dtype=torch.int32, device=device)
