@@ -27,10 +27,12 @@ from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes
 from raypp.models.vision_config import TOWER_PREFIXES
 from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, Rotation
-from raypp.ops.backend import KernelSet, LMHead, Members, Projection
+from raypp.ops.backend import KernelSet, LMHead, Projection
 from raypp.ops.member_kernels import with_members
+from raypp.ops.members import Members
 from raypp.ops.row_attention import capped
 from raypp.ops.row_state import LayerMemory
+from raypp.ops.sample.vocabulary_part import VocabularyPart, hide_padding
 from raypp.ops.weight import Weight
 
 if TYPE_CHECKING:
@@ -117,8 +119,9 @@ class DecoderModel:
         self._layer_indices = range(start_layer, end_layer)
         self.dtype = dtype
         self.device = device
-        self.kernels = with_members(kernels, members, config.vocab_size)
+        self.kernels = with_members(kernels, members)
         self._members = members
+        self._part = None if members is None else VocabularyPart(members, config.vocab_size)
         self._member = ONLY_MEMBER if members is None else Member(members.rank, members.count)
         rotations = [
             each.rotation if isinstance(each, AttentionConfig) else None
@@ -290,14 +293,17 @@ class DecoderModel:
         self.kernels.plan_attention(attention, ring_entry)
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits, [N, V] float32; in `out` if that is given. Last stage only. Shapes: hidden [N, H]."""
+        """Return the logits, [N, V] float32, in `out` if that is given; a member's part of them. Last stage only.
+
+        Shapes: hidden [N, H].
+        """
         if self._plain_lm_head is not None:
             logits = self._plain_lm_head(self.normalize(hidden), out)
         else:
             assert self._lm_head is not None, "not the last stage, or no weights yet"
             logits = self._lm_head(hidden, out)
         cap = self._config.logit_cap
-        return logits if cap is None else capped(logits, cap, 1.0)
+        return hide_padding(logits if cap is None else capped(logits, cap, 1.0), self._part)
 
     def head_embedding(self) -> torch.Tensor:
         """Return the token embedding, [V, H]; see `raypp.models.draft_head.HeadTarget`."""
@@ -312,7 +318,7 @@ class DecoderModel:
     def project(self, normalized: torch.Tensor) -> torch.Tensor:
         """Return the LM head's logits, [N, V] float32. Shapes: normalized [N, H]."""
         assert self._plain_lm_head is not None, "no draft head was announced"
-        return self._plain_lm_head(normalized)
+        return hide_padding(self._plain_lm_head(normalized), self._part)
 
 
 def _before(layer: DecoderLayer, hidden: torch.Tensor) -> Any:

@@ -33,11 +33,11 @@ from raypp.models.layer import (
 )
 from raypp.models.weights import WeightReader
 from raypp.ops.attention import AttentionBatch, Rotation
-from raypp.ops.backend import JoinedProjection, KernelSet, Members, Projection
+from raypp.ops.backend import JoinedProjection, KernelSet, Projection
 from raypp.ops.kv_cache import LayerCache
-from raypp.ops.member_kernels import joined_outputs
 from raypp.ops.sample.tables import AdjustedLogits
 from raypp.ops.sample.token_choice import TokenChoice
+from raypp.ops.sample.vocabulary_part import VocabularyPart, hide_padding
 from raypp.ops.weight import Weight
 
 
@@ -51,7 +51,7 @@ class HeadTarget(Protocol):
         """Return the final norm of the residual stream, [T, H]."""
 
     def project(self, normalized: torch.Tensor) -> torch.Tensor:
-        """Return the LM head's logits, [N, V] float32. Shapes: normalized [N, H]."""
+        """Return the LM head's logits, [N, V] float32; of a member, its part. Shapes: normalized [N, H]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,8 @@ class DraftHead:
         weights: The head's checkpoint.
         kernels: Of the device; of a member of a stage, if that has several.
         choice: Of the device; chooses the most likely token.
-        members: Of the stage; None: it has one. Attention, the MLP and the LM head are cut, the rest is whole.
+        part: Of the tokens that the head guesses, of a member; None: it is alone. Attention, the MLP and the LM head
+            are cut, the rest is whole.
     """
 
     def __init__(
@@ -81,13 +82,13 @@ class DraftHead:
         weights: WeightReader,
         kernels: KernelSet,
         choice: TokenChoice,
-        members: Members | None = None,
+        part: VocabularyPart | None = None,
     ) -> None:
         self.config = config
         self._target = target
         self._kernels = kernels = kernels.in_8_bits() if config.has_8_bit_weights else kernels
         self._choice = choice
-        self._members = members
+        self._part = part
         layer, hidden = config.layer, config.layer.hidden_size
         self.qkv_size = sum(layer.attending[0].row_sizes)
         self._embedding = (
@@ -139,15 +140,17 @@ class DraftHead:
 
     def _read_lm_head(self, weights: WeightReader) -> Callable[[torch.Tensor], torch.Tensor]:
         config, kernels = self.config, self._kernels
-        vocab_size, hidden, eps = config.layer.vocab_size, config.layer.hidden_size, config.layer.rms_norm_eps
+        hidden, eps, part = config.layer.hidden_size, config.layer.rms_norm_eps, self._part
         own = Weight(read_vocabulary(config.layer, weights, "lm_head.weight")) if config.has_lm_head else None
         if config.kind in ("eagle", "mtp"):  # what it guesses is normalized already
             if own is None:
                 return self._target.project
-            return joined_outputs(kernels.linear(own), self._members, vocab_size)
+            project = kernels.linear(own)
+            return lambda x: hide_padding(project(x), part)
         norm_weight = weights.tensor("norm.weight", hidden)
         if own is not None:
-            return joined_outputs(kernels.norm_linear(norm_weight, eps, own), self._members, vocab_size)
+            norm_project = kernels.norm_linear(norm_weight, eps, own)
+            return lambda x: hide_padding(norm_project(x), part)
         norm = kernels.norm(norm_weight, eps)
         return lambda x: self._target.project(norm(x))
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:  # planning asks where a model is, and must not wait for torch
     from raypp.models.qwen3_vl import Qwen3VLVisionTower
     from raypp.models.transformers_model import TransformersModel
     from raypp.models.weights import WeightSource
-    from raypp.ops.backend import KernelSet, Members
+    from raypp.ops.backend import KernelSet
+    from raypp.ops.members import Members
 
 EMBEDDED_MODELS = ("tiny", "tiny-vl")
 """Models that are part of the package."""

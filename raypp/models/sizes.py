@@ -167,7 +167,7 @@ def lm_head_bytes(config: ModelConfig, dtype_bytes: int) -> int:
 
 
 def logit_row_bytes(config: ModelConfig) -> int:
-    """Return the bytes of one row's logits; where members join them, of its own part and of all parts, too."""
+    """Return the bytes of one row's logits; where members draw, of its own part and of all parts, too."""
     of_members = (1 + config.num_members) * config.vocab_rows if config.num_members > 1 else 0
     return (config.vocab_size + of_members) * LOGIT_BYTES
 

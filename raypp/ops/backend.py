@@ -22,6 +22,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads, Rotation
 from raypp.ops.kv_cache import LayerCache
+from raypp.ops.members import Members
 from raypp.ops.row_state import DeltaHeads, LayerState
 from raypp.ops.weight import Weight
 
@@ -161,63 +162,6 @@ class ExpertWeights:
         """Of all."""
         biases = (self.gate_up_bias, self.down_bias)
         return self.gate_up.num_bytes + self.down.num_bytes + sum(bias.nbytes for bias in biases if bias is not None)
-
-
-class MemberMemory(Protocol):
-    """What the members of a stage have in GPUs that reach each other; see `raypp.ops.cuda.member_sums`."""
-
-    addresses: torch.Tensor
-    """Int64 [count], on the device: of each member's allocation, as this process sees it."""
-    counts: torch.Tensor
-    """Int32 [programs], on the device: of the sums so far."""
-    stop: torch.Tensor
-    """Int32 [1], on the device: not 0 ends all waits."""
-    max_bytes: int
-    """The largest tensor that is summed there."""
-
-
-class Members(Protocol):
-    """The members of one stage, from one of them."""
-
-    rank: int
-    count: int
-
-    @property
-    def memory(self) -> MemberMemory | None:
-        """Where small sums are made by kernels alone; None: by `sum_`."""
-
-    def sum_(self, x: torch.Tensor) -> torch.Tensor:
-        """Replace a tensor by the sum of all members' tensors, and return it.
-
-        Raises:
-            DeadlineError: another member did not come in time.
-            StageDiedError: another member is gone.
-            EngineDeadError: `abort` was called.
-        """
-
-    def joined(self, x: torch.Tensor, size: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the first columns of all members' side by side, [N, size]. Raises as `sum_`.
-
-        Shapes: x [N, C], count * C at least size.
-
-        Args:
-            x: This member's.
-            size: Columns of the result.
-            out: Where it goes; None: into a new tensor.
-        """
-
-    def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the tensor of host memory, int32 [n], that the first member makes. Raises as `sum_`.
-
-        Args:
-            make: Called on the first member alone.
-        """
-
-    def abort(self) -> None:
-        """End all waits with an error, from any thread. The members cannot meet again."""
-
-    def close(self) -> None:
-        """Release everything."""
 
 
 class KernelSet(Protocol):

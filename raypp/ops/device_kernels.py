@@ -8,11 +8,13 @@ from importlib.util import find_spec
 
 import torch
 
-from raypp.ops.backend import KernelSet, Members
+from raypp.ops.backend import KernelSet
 from raypp.ops.block_store import BlockMover, BlockStore, RowStore, TorchBlockMover, TorchBlockStore
 from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.kv_cache import LayerCache, zeros_on_demand
+from raypp.ops.members import Members
 from raypp.ops.sample.token_choice import TokenChoice, TorchTokenChoice
+from raypp.ops.sample.vocabulary_part import VocabularyPart
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,7 +39,10 @@ def make_first_sums(members: Members, hidden_size: int, dtype: torch.dtype, devi
         x = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
         sums(x, torch.zeros_like(x))
         rows *= 2
-    members.joined(torch.zeros(1, 1, device=device), members.count)
+    for rows in (1, 8):  # of a norm over all heads
+        x = torch.zeros(rows, 2, device=device)
+        sums(x, torch.zeros_like(x))
+    members.gathered(torch.zeros(1, device=device))
 
 
 def choose_kernels(
@@ -71,14 +76,20 @@ def choose_kernels(
     return TorchKernels(dtype, packs_weights=not for_compiler)
 
 
-def choose_token_choice(device: torch.device, max_positions: int) -> TokenChoice:
-    """Return the fastest choice of tokens on a device, for at most `max_positions` at a time."""
+def choose_token_choice(device: torch.device, max_positions: int, part: VocabularyPart | None = None) -> TokenChoice:
+    """Return the fastest choice of tokens on a device, for at most `max_positions` at a time.
+
+    Args:
+        device: Where logits are.
+        max_positions: See above.
+        part: Of a member of a stage, whose logits are given; None: all are.
+    """
     if device.type != "cuda" or not _has_triton():
-        return TorchTokenChoice()
+        return TorchTokenChoice(part)
     from raypp.ops.cuda.kernel_launch import Device, Workspace
     from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 
-    return KernelTokenChoice(max_positions, Device.of(device), Workspace(device))
+    return KernelTokenChoice(max_positions, Device.of(device), Workspace(device), part)
 
 
 def open_block_store(caches: Sequence[LayerCache], num_cpu_blocks: int, num_staged: int) -> BlockStore:

@@ -2,9 +2,10 @@
 
     inputs are whole      norm_linear, norm_gated_linear        outputs are the member's part
     inputs are a part     add_linear, experts                   sum over the members, then the residual
-    the LM head           logits of the member's tokens         all members' side by side
 
-Everything else is by head, or alike on all members, and is that of the device's kernel set. All members call the same
+The LM head gives the logits of the member's tokens, from which members choose together, see
+`raypp.ops.sample.vocabulary_part`. Everything else is by head, or alike on all members, and is that of the device's
+kernel set. All members call the same
 operations in the same order. Sums are in the order of ranks, so their bits are the same on all members.
 """
 
@@ -15,47 +16,32 @@ from typing import Any, cast
 
 import torch
 
-from raypp.ops.backend import AddedProjection, Experts, ExpertWeights, KernelSet, LMHead, Members, Projection, Router
+from raypp.ops.backend import AddedProjection, Experts, ExpertWeights, KernelSet, Router
+from raypp.ops.members import Members
 from raypp.ops.weight import Weight
 
 
-def with_members(kernels: KernelSet, members: Members | None, vocab_size: int) -> KernelSet:
+def with_members(kernels: KernelSet, members: Members | None) -> KernelSet:
     """Return the kernel set of a member.
 
     Args:
         kernels: Of the device.
         members: Of the stage; None: it has one, and the set is returned as it is.
-        vocab_size: Of the model: the LM head's last part may be padded.
     """
-    return kernels if members is None else cast(KernelSet, _MemberKernels(kernels, members, vocab_size))
-
-
-def joined_outputs(project: Projection, members: Members | None, size: int) -> Projection:
-    """Return a projection to the outputs of all members, [N, size]; `project` gives those of one.
-
-    Args:
-        project: Its last outputs may be padding on the last member.
-        members: Of the stage; None: it has one, and the projection is returned as it is.
-        size: The outputs of all, without padding.
-    """
-    if members is None:
-        return project
-    joined = members.joined
-    return lambda x: joined(project(x), size)
+    return kernels if members is None else cast(KernelSet, _MemberKernels(kernels, members))
 
 
 class _MemberKernels:
-    def __init__(self, kernels: KernelSet, members: Members, vocab_size: int) -> None:
+    def __init__(self, kernels: KernelSet, members: Members) -> None:
         self._kernels = kernels
         self._members = members
-        self._vocab_size = vocab_size
         self._sum = kernels.member_sum(members)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
 
     def in_8_bits(self) -> KernelSet:
-        return with_members(self._kernels.in_8_bits(), self._members, self._vocab_size)
+        return with_members(self._kernels.in_8_bits(), self._members)
 
     def add_linear(
         self, weight: Weight, bias: torch.Tensor | None = None, norm: tuple[torch.Tensor, float] | None = None
@@ -81,15 +67,3 @@ class _MemberKernels:
             return sum_(experts(hidden, torch.zeros_like(hidden)), hidden if residual is None else residual)
 
         return summed
-
-    def lm_head(
-        self,
-        weight: Weight,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        *,
-        is_shared: bool = False,
-    ) -> LMHead:
-        of_part = self._kernels.lm_head(weight, norm_weight, eps, is_shared=is_shared)
-        joined, size = self._members.joined, self._vocab_size
-        return lambda x, out=None: joined(of_part(x), size, out)

@@ -42,7 +42,7 @@ _SUM_US = ((1, 3.3), (16, 4.3), (64, 7.5), (128, 12.0), (256, 30.0))
 much more."""
 _SUM_COLUMNS = 4096
 _SUMS_PER_LAYER = 2
-_JOINED_BYTES_PER_MS = 2e8  # of other members' logits over NVLink, copying included: an estimate
+_JOINED_BYTES_PER_MS = 2e8  # of other members' logits over NVLink where rows draw, copying included: an estimate
 
 
 @dataclass(frozen=True, kw_only=True)

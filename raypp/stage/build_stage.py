@@ -18,11 +18,12 @@ from raypp.models.draft_head import DraftHead
 from raypp.models.member_sizes import Member
 from raypp.models.registry import build_model
 from raypp.models.weights import PickledWeights, WeightReader, WeightSource, open_weights, warn_of_unread
-from raypp.ops.backend import Members
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice, make_first_sums
 from raypp.ops.kv_cache import allocate_layer_cache
 from raypp.ops.member_kernels import with_members
+from raypp.ops.members import Members
 from raypp.ops.row_state import LayerMemory, ModulesMemory, allocate_layer_state, allocate_module_memory
+from raypp.ops.sample.vocabulary_part import VocabularyPart
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage import Stage
 from raypp.stage.stage_model import StageModel
@@ -123,14 +124,16 @@ def _build_draft_head(
     kernels = model.kernels
     if any(each.cache != layer.attending[0].cache for each in config.attending):
         own = choose_kernels(device, dtype, block_size=spec.block_size, kv_dtype=getattr(torch, spec.kv_dtype))
-        kernels = with_members(own, members, config.vocab_size)
+        kernels = with_members(own, members)
     source: WeightSource = open_weights(spec.load_format, head.path, spec.seed, device)
     if spec.load_format != "dummy" and not has_safetensors(Path(head.path)):
         source = PickledWeights(Path(head.path) / PICKLED_FILE)
     prefix = (config.mtp_prefix if head.model is None else None) or ""
     member = Member(spec.rank, spec.num_members)
     weights = WeightReader(source, dtype, device, prefix, layer.quantization, member)
-    built = DraftHead(head.config, model, weights, kernels, choose_token_choice(device, spec.max_step_rows), members)
+    part = None if members is None else VocabularyPart(members, layer.vocab_size)
+    choice = choose_token_choice(device, spec.max_step_rows, part)
+    built = DraftHead(head.config, model, weights, kernels, choice, part)
     warn_of_unread(source, "the draft head", lambda name: name != _TARGET_TO_DRAFT and name.startswith(prefix))
     return built
 

@@ -127,7 +127,7 @@ def _choose(spec: StageSpec, sampler: Sampler) -> None:
     """Choose a token for padding: greedily and by a draw, of the model's own logits and of changed ones."""
     device = torch.device(spec.device)
     rows = torch.full((1,), spec.padding_row, dtype=torch.int64, device=device)
-    logits, positions = torch.zeros(1, spec.vocab_size, device=device), torch.zeros_like(rows)
+    logits, positions = torch.zeros(1, spec.num_logits, device=device), torch.zeros_like(rows)
     written = torch.full_like(rows, spec.scrap_row)
     for needs in (Needs.GREEDY, Needs.DRAW | Needs.TRUNCATE, Needs.CHANGES, Needs.ALL):
         chosen = sampler.choose(logits, rows, positions, needs)

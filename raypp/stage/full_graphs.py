@@ -364,7 +364,7 @@ class FullGraphs:
     def _place_of_logits(self, num_tokens: int) -> torch.Tensor:
         """Return memory that all graphs share: kept by each, logits would take gigabytes."""
         if self._logits is None:  # the largest graph comes first
-            self._logits = torch.empty(num_tokens, self._spec.vocab_size, device=self._input.device)
+            self._logits = torch.empty(num_tokens, self._spec.num_logits, device=self._input.device)
         assert num_tokens <= len(self._logits), "a larger step was captured after smaller ones"
         return self._logits[:num_tokens]
 

@@ -77,6 +77,7 @@ class LogprobReporter:
         """
         self._device = torch.device(spec.device)
         self._sampler = sampler
+        self._vocab_size = spec.vocab_size
         self._num_top_np = np.full(spec.max_num_seqs, _NONE, np.int32)
         self.prompts: dict[int, _Prompt] = {}
         """By row, those whose tokens are reported."""
@@ -146,10 +147,10 @@ class LogprobReporter:
             return None
         positions = to_device(asking, self._device)
         chosen = token_ids.index_select(0, positions).to(torch.int64)
-        num_top = min(num_top, logits.shape[1])
+        num_top = min(num_top, self._vocab_size)
         asked = logits.index_select(0, positions)
         if num_top > MAX_REPORTED or self._device.type == "cpu":
-            return _to_host([top_logprobs(asked, chosen, num_top)])
+            return _to_host([top_logprobs(asked, chosen, num_top, self._sampler.part)])
         rows = to_device(batch.logits_rows_np[asking].astype(np.int64), self._device)
         top = self._sampler.report(asked, rows, chosen)
         return _to_host([TopLogprobs(top.token_ids[:, : 1 + num_top], top.logprobs[:, : 1 + num_top], top.ranks)])
@@ -179,7 +180,7 @@ class LogprobReporter:
             for first_token, token_ids in chunk.slices():
                 logits = compute_logits(hidden[first_token : first_token + len(token_ids)])
                 wanted = to_device(token_ids.astype(np.int64), self._device)
-                tops.append(top_logprobs(logits, wanted, min(num_top, logits.shape[1])))
+                tops.append(top_logprobs(logits, wanted, min(num_top, self._vocab_size), self._sampler.part))
         return _to_host(tops)
 
 

@@ -18,9 +18,10 @@ import torch
 
 from raypp.graphs.graph_manager import CudaGraphManager, graph_maker
 from raypp.messages import Int32s, MaskUpdate, StateCopies, StepForm, StepPlan, Unrecorded, unpack
-from raypp.ops.backend import Members
+from raypp.ops.members import Members
 from raypp.ops.row_state import Checkpoints, LayerMemory, moved_on
 from raypp.ops.row_tokens import RowTokens
+from raypp.ops.sample.vocabulary_part import VocabularyPart
 from raypp.row_params import Needs
 from raypp.stage.cpu_kv import open_cpu_kv
 from raypp.stage.first_steps import compile_ahead, warm_up
@@ -143,7 +144,8 @@ class Stage:
 
     def _make_end(self, spec: StageSpec) -> StepEnd:
         tokens, device = RowTokens(spec.max_num_seqs, spec.row_tokens_width, self._device), self._device
-        sampler, speculation = Sampler(spec, device, tokens), None
+        part = None if self._members is None else VocabularyPart(self._members, spec.vocab_size)
+        sampler, speculation = Sampler(spec, device, tokens, part), None
         self._logprobs = LogprobReporter(spec, sampler)
         widest_result = spec.max_step_rows * (1 + 3 + 2 * spec.max_drafts)
         self._results = ResultRing(spec.num_ring_entries, widest_result, device)

@@ -90,6 +90,11 @@ class StageSpec:
         return self.stage_index * self.num_members + self.rank
 
     @property
+    def num_logits(self) -> int:
+        """Of a position on one member of the last stage, see `raypp.ops.sample.vocabulary_part`."""
+        return -(-self.vocab_size // self.num_members)
+
+    @property
     def is_first(self) -> bool:
         """Whether the stage embeds tokens."""
         return self.stage_index == 0

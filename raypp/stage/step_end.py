@@ -25,6 +25,7 @@ from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS, MAX_REPORTED
 from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Adjustments, PositionMasks, RowTables, StepMasks, Widths
 from raypp.ops.sample.token_choice import TopLogprobs
 from raypp.ops.sample.token_history import TokenHistory
+from raypp.ops.sample.vocabulary_part import VocabularyPart
 from raypp.row_params import Needs, RowParams
 from raypp.sampling_params import (
     MAX_BAD_WORD_SPELLINGS,
@@ -47,12 +48,16 @@ class Sampler:
         spec: The last stage's.
         device: Its device.
         tokens: Of all rows; `start` finds those of rows that start written.
+        part: Of the tokens whose logits are given, of a member of the stage; None: all are.
     """
 
-    def __init__(self, spec: StageSpec, device: torch.device, tokens: RowTokens) -> None:
+    def __init__(
+        self, spec: StageSpec, device: torch.device, tokens: RowTokens, part: VocabularyPart | None = None
+    ) -> None:
+        self.part = part
         self.rows = SamplingRows(spec, device)
         self.history = TokenHistory(tokens, spec.vocab_size, spec.max_drafts, device)
-        self._choice = choose_token_choice(device, spec.max_step_rows * (1 + spec.max_drafts))
+        self._choice = choose_token_choice(device, spec.max_step_rows * (1 + spec.max_drafts), part)
         if device.type == "cuda":
             self.reserve()
 

@@ -29,7 +29,7 @@ from raypp.messages import Int32s, MaskUpdate, StepPlan, StepResult, pack, unpac
 from raypp.models.config import ModelConfig
 from raypp.models.registry import build_encoder
 from raypp.models.weights import open_weights
-from raypp.ops.backend import Members
+from raypp.ops.members import Members
 from raypp.ops.row_state import LayerMemory
 from raypp.plan.engine_plan import EnginePlan
 from raypp.prompt_items import EncoderItem, PromptItems

@@ -28,9 +28,9 @@ from raypp.testing import LocalEngine, build_local_pipeline
 from raypp.types import SamplingParams
 
 # (files, functions)
-MAX_EAGER = (27, 116)  # plans of attention by kind of heads, and what a layer declares, are two files more
+MAX_EAGER = (27, 117)  # plans of attention by kind of heads, and what a layer declares, are two files more
 MAX_FULL_GRAPH = (23, 80)
-MAX_CHAT = (70, 720)  # on a busy machine some 50 functions more run than on an idle one
+MAX_CHAT = (71, 720)  # on a busy machine some 50 functions more run than on an idle one
 
 # Statements, docstrings aside. Aims: 26,300 in raypp, 2,100 in serve_app. A larger budget is a decision: say why.
 MAX_STATEMENTS = {
@@ -44,9 +44,9 @@ MAX_STATEMENTS = {
     "raypp/encoder": 580,
     "raypp/grammar": 1_475,
     "raypp/graphs": 420,
-    "raypp/models": 3_935,  # with transformers' modules, kernels in their place; gated delta nets; five more families
+    "raypp/models": 3_940,  # with transformers' modules, kernels in their place; gated delta nets; five more families
     "raypp/openai_api": 2_685,  # with calls of GLM, MiniMax and Gemma
-    "raypp/ops": 5_700,  # with caches by layer; states of rows, in torch and Triton; sums of members; routers
+    "raypp/ops": 5_820,  # with caches by layer; states of rows, in torch and Triton; members sum, and choose by parts
     "raypp/pictures": 690,
     "raypp/plan": 1_685,  # numbers of stages and members are compared; each GPU counts as what it is
     "raypp/scheduler": 1_830,  # with caches and attention by layer

@@ -19,7 +19,6 @@ from raypp.ops.backend import (
     GateFunction,
     JoinedProjection,
     LMHead,
-    Members,
     Projection,
     Router,
     choose_experts,
@@ -28,6 +27,7 @@ from raypp.ops.break_point import break_point
 from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.cpu.torch_gated_delta import TorchGatedDelta
 from raypp.ops.kv_cache import LayerCache, as_cached, cache_rows, write_kv_cache
+from raypp.ops.members import Members
 from raypp.ops.row_state import DeltaHeads
 from raypp.ops.weight import Weight, linear_in_float32
 

@@ -43,10 +43,12 @@ class LogitAdjuster:
         max_positions: The most positions of a call.
         vocab_size: V.
         device: Where it runs.
+        first: The token of the first logit, where a member of a stage has a part of them.
     """
 
-    def __init__(self, max_positions: int, vocab_size: int, device: Device) -> None:
+    def __init__(self, max_positions: int, vocab_size: int, device: Device, first: int = 0) -> None:
         self._device = device
+        self._first = first
         self._changed = torch.empty(max_positions, vocab_size, device=device.torch_device)
         self._is_changed = torch.zeros(max_positions, dtype=torch.int32, device=device.torch_device)
 
@@ -85,6 +87,8 @@ class LogitAdjuster:
             mask_of,
             bitmasks,
             vocab_size,
+            self._first,
+            history.output_counts.shape[1],
             tables.allowed.shape[1],
             num_tiles,
             HAS_MASKS=masks is not None,
@@ -146,7 +150,9 @@ def _ban(changed, token, is_banned):
 
 
 # One kernel for any number of rows, wherever those begin of which a program touches an element.
-@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["rows", "positions", "mask_of"])
+@triton.jit(
+    do_not_specialize=["num_tiles", "first_token"], do_not_specialize_on_alignment=["rows", "positions", "mask_of"]
+)
 def _adjust(
     logits,
     changed,
@@ -172,6 +178,8 @@ def _adjust(
     mask_of,
     bitmasks,
     vocab_size,
+    first_token,
+    num_tokens,
     mask_words,
     num_tiles,
     HAS_MASKS: tl.constexpr,
@@ -210,7 +218,7 @@ def _adjust(
             tl.debug_barrier()
             entry = tl.arange(0, BIASED)
             inside = entry < tl.load(num_biased + row)
-            token = tl.load(bias_token_ids + row * BIASED + entry, mask=inside, other=-1)
+            token = tl.load(bias_token_ids + row * BIASED + entry, mask=inside, other=-1) - first_token
             inside &= (token >= first) & (token < end)
             value = tl.load(out + token, mask=inside, other=0.0)
             value += tl.load(bias + row * BIASED + entry, mask=inside, other=0.0)
@@ -220,31 +228,32 @@ def _adjust(
         num_uncounted = tl.minimum(position - tl.load(lengths + row), MAX_DRAFTS).to(tl.int32)
         for begin in range(first, end, TILE):
             token = begin + offset
-            inside = token < vocab_size
+            is_here, of_all = token < vocab_size, first_token + token
+            inside = is_here & (of_all < num_tokens)
             if has_bias:
-                value = tl.load(out + token, mask=inside, other=0.0)
+                value = tl.load(out + token, mask=is_here, other=0.0)
             else:
-                value = tl.load(own + token, mask=inside, other=0.0).to(tl.float32)
+                value = tl.load(own + token, mask=is_here, other=0.0).to(tl.float32)
             if (need & _PENALTIES) != 0:
-                count = tl.load(output_counts + row * vocab_size + token, mask=inside, other=0)
+                count = tl.load(output_counts + row * num_tokens + of_all, mask=inside, other=0)
                 for back in range(1, num_uncounted + 1):
                     drafted = tl.load(last + row * HISTORY_LEN + (position - back) % HISTORY_LEN)
-                    count += (token == drafted).to(tl.int32)
-                was_seen = (tl.load(in_prompt + row * vocab_size + token, mask=inside, other=0) != 0) | (count > 0)
+                    count += (of_all == drafted).to(tl.int32)
+                was_seen = (tl.load(in_prompt + row * num_tokens + of_all, mask=inside, other=0) != 0) | (count > 0)
                 weakened = tl.where(value > 0.0, tl.div_rn(value, factor), value * factor)
                 value = tl.where(was_seen, weakened, value)
                 value = value - count.to(tl.float32) * per_count
                 value = value - (count > 0).to(tl.float32) * once
             if (need & _ALLOWED) != 0:
-                value = tl.where(_is_allowed(allowed + row * mask_words, token, vocab_size), value, -float("inf"))
+                value = tl.where(_is_allowed(allowed + row * mask_words, of_all, num_tokens), value, -float("inf"))
             if mask >= 0:
                 bits = bitmasks + mask.to(tl.int64) * mask_words
-                value = tl.where(_is_allowed(bits, token, vocab_size), value, -float("inf"))
-            tl.store(out + token, value, mask=inside)
+                value = tl.where(_is_allowed(bits, of_all, num_tokens), value, -float("inf"))
+            tl.store(out + token, value, mask=is_here)
         if (need & (_MIN_TOKENS | _BAD_WORDS)) != 0:
             tl.debug_barrier()
         if ((need & _MIN_TOKENS) != 0) & (position < tl.load(min_lengths + row)):
-            token = tl.load(end_token_ids + row * END_TOKENS + tl.arange(0, END_TOKENS))
+            token = tl.load(end_token_ids + row * END_TOKENS + tl.arange(0, END_TOKENS)) - first_token
             _ban(out, token, (token >= first) & (token < end))
         if (need & _BAD_WORDS) != 0:
             place = tl.arange(0, WORD_LEN)
@@ -256,6 +265,7 @@ def _adjust(
                 word = begin + tl.arange(0, WORDS)
                 words = bad_words + (row * BAD_WORDS + word) * WORD_LEN
                 ending = tl.load(words + WORD_LEN - 1, mask=word < number, other=_ANY_TOKEN)
+                ending -= first_token
                 inside = (ending >= first) & (ending < end)
                 tokens = tl.load(words[:, None] + place[None, :], mask=inside[:, None], other=_ANY_TOKEN)
                 fits = (tokens == seen[None, :]) | (tokens == _ANY_TOKEN) | (place == WORD_LEN - 1)[None, :]

@@ -19,7 +19,6 @@ from raypp.ops.backend import (
     GateFunction,
     JoinedProjection,
     LMHead,
-    Members,
     Projection,
     Router,
 )
@@ -40,6 +39,7 @@ from raypp.ops.cuda.quantized_projection import (
 from raypp.ops.cuda.step_attention import CudaAttention, PrefillSpace
 from raypp.ops.cuda.token_quantization import TokenNorm
 from raypp.ops.kv_cache import LayerCache
+from raypp.ops.members import Members
 from raypp.ops.row_state import DeltaHeads
 from raypp.ops.weight import Weight, linear_in_float32
 

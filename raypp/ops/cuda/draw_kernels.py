@@ -105,14 +105,19 @@ class TokenChooser:
 
     def greedy(self, logits: AdjustedLogits) -> torch.Tensor:
         """Return each position's most likely token, int64 [N]. Shapes: logits [N, V] contiguous."""
+        return self.best(logits)[1]
+
+    def best(self, logits: AdjustedLogits) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each position's highest logit, float32 [N], and its token, int64 [N], -1 if it is not finite."""
         num_rows, vocab_size = logits.own.shape
         tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.own.device)
+        highest = torch.empty(num_rows, device=logits.own.device)
         if num_rows:
             part, num_parts = self._parts(num_rows, vocab_size)
-            given = (*_tensors(logits), tokens, *self._results_of_parts(num_rows * num_parts))
+            given = (*_tensors(logits), highest, tokens, *self._results_of_parts(num_rows * num_parts))
             launch = self._launch_options(logits)
             _best[(num_rows, num_parts)](*given, vocab_size, part // _TILE, TILE=_TILE, **launch)
-        return tokens
+        return highest, tokens
 
     def draw(
         self,
@@ -270,6 +275,7 @@ def _best(
     logits,
     changed,
     is_changed,
+    highest,
     tokens,
     part_values,
     part_tokens,
@@ -295,6 +301,7 @@ def _best(
     is_last, value, token = _best_of_parts(value, token, row, part_values, part_tokens, counters)
     if is_last:
         _store_best(tokens, row, value, token, vocab_size)
+        tl.store(highest + row, value)
 
 
 @triton.jit

@@ -13,9 +13,10 @@ from raypp.ops.cuda.thresholds import load_logits
 from raypp.ops.cuda.verify_kernels import hold
 from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS, MAX_REPORTED
-from raypp.ops.sample.tables import AdjustedLogits, Adjustments
-from raypp.ops.sample.token_choice import TopLogprobs
+from raypp.ops.sample.tables import AdjustedLogits, Adjustments, RowTables
+from raypp.ops.sample.token_choice import TopLogprobs, top_of_members
 from raypp.ops.sample.token_history import TokenHistory
+from raypp.ops.sample.vocabulary_part import VocabularyPart
 
 _PART = 8192
 _WIDTH = triton.next_power_of_2(MAX_REPORTED)
@@ -29,10 +30,12 @@ class Reporter:
         max_positions: The most positions of a call.
         vocab_size: V.
         device: Where it runs.
+        part: Of V tokens, whose logits are given; None: all are.
     """
 
-    def __init__(self, max_positions: int, vocab_size: int, device: Device) -> None:
+    def __init__(self, max_positions: int, vocab_size: int, device: Device, part: VocabularyPart | None = None) -> None:
         self._device = device
+        self._part = part
         self._num_parts = triton.cdiv(vocab_size, _PART)
         at = device.torch_device
         shape = (max_positions, self._num_parts, _WIDTH)
@@ -56,11 +59,15 @@ class Reporter:
         """
         num_positions, vocab_size = logits.shape
         top = TopLogprobs(*(column[:num_positions] for column in self._top))
+        part = self._part
+        # Of a part, the chosen token's logit is another member's, or lies at another place.
+        chosen_logits = None if part is None else part.chosen(logits, chosen)
         if num_positions:
             _report[(num_positions, self._num_parts)](
                 logits,
                 rows,
                 chosen,
+                logits if chosen_logits is None else chosen_logits,
                 num_reported,
                 self._part_values,
                 self._part_tokens,
@@ -72,12 +79,16 @@ class Reporter:
                 PART=_PART,
                 WIDTH=_WIDTH,
                 COLUMNS=1 + MAX_REPORTED,
+                IS_PART=part is not None,
                 NUM_PARTS=triton.next_power_of_2(self._num_parts),
                 OVERLAPS=self._device.has_dependent_launch,
                 num_warps=8,
                 **self._device.launch_options,
             )
-        return top
+        if part is None or chosen_logits is None:
+            return top
+        normalizers, values = top.logprobs.split((1, MAX_REPORTED), 1)
+        return top_of_members(chosen, chosen_logits, normalizers, values, top.token_ids[:, 1:], top.ranks - 1, part)
 
 
 @triton.jit
@@ -94,6 +105,7 @@ def _report(
     logits,
     rows,
     chosen,
+    chosen_logits,
     num_reported,
     part_values,
     part_tokens,
@@ -107,6 +119,7 @@ def _report(
     PART: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
+    IS_PART: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -119,7 +132,10 @@ def _report(
         values = load_logits(of_row, tokens, vocab_size)
         tokens = tl.where(tokens < vocab_size, tokens, _NO_TOKEN)
         chosen_token = tl.load(chosen + at)
-        chosen_logit = tl.load(of_row + chosen_token).to(tl.float32)
+        of_chosen = of_row + chosen_token
+        if IS_PART:
+            of_chosen = chosen_logits + at
+        chosen_logit = tl.load(of_chosen).to(tl.float32)
         highest = tl.max(values, 0)
         powers = tl.where(values == -float("inf"), 0.0, tl.exp(values - highest))
         mine = at.to(tl.int64) * num_parts + part
@@ -148,7 +164,12 @@ def _report(
             tl.store(ranks + at, 1 + tl.sum(likelier, 0))
             into = at.to(tl.int64) * COLUMNS
             tl.store(token_ids + into, chosen_token.to(tl.int32))
-            tl.store(logprobs + into, chosen_logit - normalizer)
+            if IS_PART:  # others have a part of the sum, too
+                tl.store(logprobs + into, normalizer)
+                normalizer = 0.0
+                tl.store(logprobs + into + 1 + place, -float("inf"), mask=(place >= wanted - 1) & (place < COLUMNS - 1))
+            else:
+                tl.store(logprobs + into, chosen_logit - normalizer)
             entry = tl.arange(0, NUM_PARTS * WIDTH)
             first = at.to(tl.int64) * num_parts * WIDTH
             inside = entry < num_parts * WIDTH
@@ -167,10 +188,14 @@ class KernelTokenChoice(TokenChooser):
         max_positions: The most positions of a call.
         device: Where it runs.
         workspace: For the parts' results.
+        part: Whose logits are given; None: all are.
     """
 
-    def __init__(self, max_positions: int, device: Device, workspace: Workspace) -> None:
+    def __init__(
+        self, max_positions: int, device: Device, workspace: Workspace, part: VocabularyPart | None = None
+    ) -> None:
         super().__init__(max_positions, device, workspace)
+        self._part = part
         self._device = device
         self._max_positions = max_positions
         self._adjuster: LogitAdjuster | None = None
@@ -180,8 +205,35 @@ class KernelTokenChoice(TokenChooser):
         """Do what rows and masks ask for. Shapes: logits [N, V] contiguous; N at most MAX_CHANGED_POSITIONS."""
         if self._adjuster is None:
             most = min(self._max_positions, MAX_CHANGED_POSITIONS)
-            self._adjuster = LogitAdjuster(most, logits.shape[1], self._device)
+            self._adjuster = LogitAdjuster(
+                most, logits.shape[1], self._device, 0 if self._part is None else self._part.first
+            )
         return self._adjuster.adjust(logits, asked)
+
+    def greedy(self, logits: AdjustedLogits) -> torch.Tensor:
+        """Return each position's most likely token, int64 [N]. Shapes: logits [N, V] or [N, C] contiguous."""
+        highest, tokens = self.best(logits)
+        if self._part is None:
+            return tokens
+        highest, tokens = self._part.best(highest, tokens)
+        return tokens.masked_fill_(~(highest < torch.inf), -1)
+
+    def draw(
+        self,
+        logits: AdjustedLogits,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        tables: RowTables,
+        *,
+        truncates: bool = True,
+    ) -> torch.Tensor:
+        """Return a draw per position, int64 [N]; members draw from the joined logits: rows that truncate need all."""
+        if self._part is not None:
+            own, changed, is_changed = logits.own, logits.changed, logits.is_changed
+            if changed is not None and is_changed is not None:
+                own = torch.where(is_changed[: len(own)].unsqueeze(1) != 0, changed[: len(own)], own)
+            logits = AdjustedLogits(self._part.joined(own))
+        return super().draw(logits, rows, positions, tables, truncates=truncates)
 
     def remember(self, tokens: StepTokens, needs: torch.Tensor, history: TokenHistory, *, counts: bool) -> None:
         """Write tokens to the history of rows that need it."""
@@ -194,5 +246,5 @@ class KernelTokenChoice(TokenChooser):
     ) -> TopLogprobs:
         """Return the log-probabilities of positions whose rows ask; see `Reporter`."""
         if self._reporter is None:
-            self._reporter = Reporter(self._max_positions, logits.shape[1], self._device)
+            self._reporter = Reporter(self._max_positions, logits.shape[1], self._device, self._part)
         return self._reporter.report(logits, rows, chosen, num_reported)

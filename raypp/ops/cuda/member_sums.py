@@ -18,10 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.backend import Members
 from raypp.ops.cuda.kernel_launch import Device, start
+from raypp.ops.members import MemberMemory, Members
 
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _LEAST_WORDS = 128  # of a program
 _MOST_WORDS_OF_FEW_WARPS = 512
 _POLLS = 64
@@ -44,8 +44,8 @@ class PushedSums:
 
         Shapes: x, residual [N, H] contiguous.
         """
-        memory, num_words = self._members.memory, x.numel() >> 1
-        if memory is None or x.dtype not in _TYPES or x.nbytes > memory.max_bytes or x.numel() & 1:
+        memory, num_words = None if self._members.is_alone else self._members.memory, x.nbytes >> 2
+        if memory is None or x.dtype not in _TYPES or x.nbytes > _most_bytes(memory, x.dtype) or x.nbytes & 3:
             return self._members.sum_(x).add_(residual)
         if not num_words:
             return x
@@ -72,12 +72,20 @@ class PushedSums:
         return x
 
 
+def _most_bytes(memory: MemberMemory, dtype: torch.dtype) -> int:
+    """Return the largest tensor that is summed there. Numbers of 32 bits are few by token: one size of kernels does."""
+    return memory.max_bytes if dtype.itemsize == 2 else min(memory.max_bytes, len(memory.counts) * _LEAST_WORDS * 4)
+
+
 @triton.jit
 def _halves(word, TYPE: tl.constexpr):
-    """Return the two numbers of 16 bits in each word, in float32."""
-    low = word.to(tl.int16).to(TYPE, bitcast=True)
-    high = (word >> 16).to(tl.int16).to(TYPE, bitcast=True)
-    return low.to(tl.float32), high.to(tl.float32)
+    """Return the two numbers of 16 bits in each word, in float32; of 32 bits, the number and 0."""
+    if TYPE == tl.float32:  # noqa: SIM300
+        low, high = word.to(tl.float32, bitcast=True), tl.zeros(word.shape, tl.float32)
+    else:
+        low = word.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+    return low, high
 
 
 @triton.jit
@@ -135,8 +143,11 @@ def _push_and_sum(
         low += low_part
         high += high_part
     low_part, high_part = _halves(tl.load(residual + place, mask=inside, other=0), TYPE)
-    low_bits = (low + low_part).to(TYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    high_bits = (high + high_part).to(TYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16
-    tl.store(x + place, high_bits | low_bits, mask=inside)
+    if TYPE == tl.float32:  # noqa: SIM300
+        bits = (low + low_part).to(tl.int32, bitcast=True)
+    else:
+        low_bits = (low + low_part).to(TYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        bits = ((high + high_part).to(TYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16) | low_bits
+    tl.store(x + place, bits, mask=inside)
     tl.debug_barrier()  # all threads have read the count
     tl.store(counts + program, number)

@@ -12,8 +12,10 @@ N positions at which a token is chosen (a row may have several), V vocabulary.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.sample.tables import ANY_TOKEN, Adjustments
+from raypp.ops.sample.vocabulary_part import VocabularyPart
 from raypp.row_params import Needs
 
 BANNED = -1e30
@@ -21,41 +23,53 @@ BANNED = -1e30
 what is allowed, the choice is made among that, not among everything."""
 
 
-def adjusted(logits: torch.Tensor, asked: Adjustments) -> torch.Tensor:
+def adjusted(logits: torch.Tensor, asked: Adjustments, part: VocabularyPart | None = None) -> torch.Tensor:
     """Return the logits with everything done to them that needs and masks say, float32 [N, V].
 
     What the needs name is done to all rows: it is neutral, bit by bit, for those that do not ask for it.
 
-    Shapes: logits [N, V], which stay as they are.
+    Shapes: logits [N, V], which stay as they are; [N, C] of a member's part.
     """
     rows, positions, tables, history = asked.rows, asked.positions, asked.tables, asked.history
     needs, widths, masks = asked.needs, asked.widths, asked.masks
     if not needs & Needs.CHANGES and masks is None:
         return logits
-    logits = logits.to(torch.float32, copy=True)
+    num_logits = logits.shape[1]
+    first, size = (0, num_logits) if part is None else (part.first, part.num_tokens)
+    wide = logits.to(torch.float32, copy=True)
+    if part is not None:  # one column more stands for all tokens of other members
+        wide = F.pad(wide, (0, 1))
+    logits = wide[:, :size]
+
+    def places(token_ids: torch.Tensor) -> torch.Tensor:
+        at = token_ids.to(torch.int64) - first
+        return at if part is None else at.masked_fill((at < 0) | (at >= size), num_logits)
+
     if Needs.BIAS in needs:
         token_ids, bias = (
             table[:, : widths.biased].index_select(0, rows) for table in (tables.bias_token_ids, tables.bias)
         )
-        add_bias(logits, token_ids.to(torch.int64), bias)
+        add_bias(wide, places(token_ids), bias)
     if Needs.PENALTIES in needs:
         penalties = (tables.repetition_penalty, tables.frequency_penalty, tables.presence_penalty)
         weights = (table.index_select(0, rows) for table in penalties)
-        penalize(logits, *history.counts(rows, positions), *weights)
+        seen = (each[:, first : first + size] for each in history.counts(rows, positions))
+        penalize(logits, *seen, *weights)
     if Needs.MIN_TOKENS in needs:
-        end_token_ids = tables.end_token_ids[:, : widths.end_tokens].index_select(0, rows).to(torch.int64)
+        end_token_ids = tables.end_token_ids[:, : widths.end_tokens].index_select(0, rows)
         is_early = positions < tables.min_length.index_select(0, rows)
-        ban(logits, end_token_ids, is_early.unsqueeze(1).expand_as(end_token_ids))
+        is_banned = is_early.unsqueeze(1) & (end_token_ids >= 0)
+        ban(wide, places(end_token_ids), is_banned)
     if Needs.BAD_WORDS in needs:
         words = tables.bad_words[:, : widths.bad_words].index_select(0, rows)
         is_banned = completes_bad_word(words, history.tokens.before(rows, positions, words.shape[2] - 1))
-        ban(logits, words[:, :, -1].to(torch.int64), is_banned)
+        ban(wide, places(words[:, :, -1]), is_banned)
     if Needs.ALLOWED in needs:
-        allow_only(logits, tables.allowed.index_select(0, rows))
+        allow_only(logits, tables.allowed.index_select(0, rows), first)
     if masks is not None:
         bits = masks.bitmasks.index_select(0, masks.mask_of.clamp(min=0))
-        allow_only(logits, bits.masked_fill_((masks.mask_of < 0).unsqueeze(1), -1))
-    return logits
+        allow_only(logits, bits.masked_fill_((masks.mask_of < 0).unsqueeze(1), -1), first)
+    return wide[:, :num_logits]
 
 
 def add_bias(logits: torch.Tensor, token_ids: torch.Tensor, bias: torch.Tensor) -> None:
@@ -104,20 +118,22 @@ _LIMITS_OF_BYTE = torch.where(_BITS == 1, torch.inf, -torch.inf)
 """Of 8 tokens, what their logits are at most, by the byte that holds their bits; [256, 8]."""
 
 
-def allow_only(logits: torch.Tensor, bitmask: torch.Tensor) -> None:
+def allow_only(logits: torch.Tensor, bitmask: torch.Tensor, first: int = 0) -> None:
     """Take all tokens out of each row's choice whose bit is not set.
 
-    Shapes: logits [N, V]; bitmask [N, ceil(V / 32)] int32: token t is bit t % 32 of word t // 32.
+    Shapes: logits [N, C], of the tokens from `first` on; bitmask [N, ceil(V / 32)] int32: token t is bit t % 32 of
+    word t // 32.
     """
+    end = first + logits.shape[1]
     if logits.device.type == "cpu":
         # Looked up by the byte, a third of the time that bits one by one take.
         places = bitmask.contiguous().view(torch.uint8).flatten().to(torch.int32)
-        limits = _LIMITS_OF_BYTE.index_select(0, places).view(len(logits), 32 * bitmask.shape[1])[:, : logits.shape[1]]
+        limits = _LIMITS_OF_BYTE.index_select(0, places).view(len(logits), 32 * bitmask.shape[1])[:, first:end]
         torch.minimum(logits, limits.to(logits.dtype), out=logits)
         return
     shifts = torch.arange(32, dtype=torch.int32, device=bitmask.device)
     bits = (bitmask.unsqueeze(2) >> shifts) & 1
-    logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
+    logits.masked_fill_(bits.flatten(1)[:, first:end] == 0, -torch.inf)
 
 
 def completes_bad_word(bad_words: torch.Tensor, history: torch.Tensor) -> torch.Tensor:

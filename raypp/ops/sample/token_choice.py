@@ -23,6 +23,7 @@ from raypp.ops.sample.draw_sizes import MAX_REPORTED
 from raypp.ops.sample.tables import AdjustedLogits, Adjustments, RowTables, StepMasks, hold
 from raypp.ops.sample.token_history import TokenHistory
 from raypp.ops.sample.truncation import Truncation, may_draw
+from raypp.ops.sample.vocabulary_part import VocabularyPart
 
 
 class TopLogprobs(NamedTuple):
@@ -37,12 +38,20 @@ class TopLogprobs(NamedTuple):
         return torch.cat((self.token_ids, self.logprobs.view(torch.int32), self.ranks.unsqueeze(1)), dim=1)
 
 
-def top_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> TopLogprobs:
+def top_logprobs(
+    logits: torch.Tensor, chosen: torch.Tensor, num_top: int, part: VocabularyPart | None = None
+) -> TopLogprobs:
     """Return the log-softmax of the logits at the chosen tokens and at the most likely ones.
 
-    Shapes: logits [N, V], left as they are; chosen [N] int64; num_top: L <= V. Never synchronizes with the host.
+    Shapes: logits [N, V], [N, C] of a part, left as they are; chosen [N] int64; num_top: L <= V. Never synchronizes
+    with the host.
     """
     logits = logits.to(torch.float32)
+    if part is not None:
+        chosen_logits, top = part.chosen(logits, chosen), logits.topk(min(num_top, logits.shape[1]), dim=1)
+        num_likelier = (logits > chosen_logits).sum(dim=1, dtype=torch.int32)
+        normalizers = logits.logsumexp(dim=1, keepdim=True)
+        return top_of_members(chosen, chosen_logits, normalizers, *top, num_likelier, part, num_top)
     normalizer = logits.logsumexp(dim=1, keepdim=True)
     chosen = chosen.unsqueeze(1)
     chosen_logits = logits.gather(1, chosen)
@@ -52,6 +61,43 @@ def top_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> To
         token_ids=torch.cat((chosen, top.indices), dim=1).to(torch.int32),
         logprobs=torch.cat((chosen_logits, top.values), dim=1).sub_(normalizer),
         ranks=ranks,
+    )
+
+
+def top_of_members(
+    chosen: torch.Tensor,
+    chosen_logits: torch.Tensor,
+    normalizers: torch.Tensor,
+    values: torch.Tensor,
+    places: torch.Tensor,
+    num_likelier: torch.Tensor,
+    part: VocabularyPart,
+    num_top: int | None = None,
+) -> TopLogprobs:
+    """Return log-probabilities of what each member has found among its logits.
+
+    Args:
+        chosen: [N] int64.
+        chosen_logits: [N, 1] float32.
+        normalizers: [N, 1] float32, of this member's logits.
+        values: [N, L] float32, its highest logits.
+        places: [N, L], where they are.
+        num_likelier: [N] int32, how many of its tokens are likelier than the chosen one.
+        part: Its tokens.
+        num_top: How many of the most likely tokens there are; None: L.
+    """
+    num_positions, width = values.shape
+    token_ids = (places + part.first).to(torch.int32)
+    bits = (normalizers.view(torch.int32), values.contiguous().view(torch.int32))
+    of_all = part.members.gathered(torch.cat((*bits, num_likelier.unsqueeze(1), token_ids), 1))
+    sums, of_parts, counts, ids = of_all.split((1, width, 1, width), 2)
+    normalizer = sums.contiguous().view(torch.float32).logsumexp(dim=0)
+    of_parts, ids = (each.transpose(0, 1).reshape(num_positions, -1) for each in (of_parts, ids))
+    best = of_parts.view(torch.float32).topk(width if num_top is None else num_top, dim=1)
+    return TopLogprobs(
+        token_ids=torch.cat((chosen.to(torch.int32).unsqueeze(1), ids.gather(1, best.indices)), dim=1),
+        logprobs=torch.cat((chosen_logits, best.values), dim=1).sub_(normalizer),
+        ranks=counts.sum(dim=0, dtype=torch.int32).squeeze(1) + 1,
     )
 
 
@@ -74,17 +120,17 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _stream_offsets(vocab_size: int, device: torch.device) -> torch.Tensor:
-    return (torch.arange(1, vocab_size + 1, dtype=torch.int64, device=device) * _GOLDEN).unsqueeze(0)
+def _stream_offsets(first: int, end: int, device: torch.device) -> torch.Tensor:
+    return (torch.arange(1 + first, 1 + end, dtype=torch.int64, device=device) * _GOLDEN).unsqueeze(0)
 
 
-def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return standard Gumbel noise, float32 [R, vocab_size].
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, first: int = 0) -> torch.Tensor:
+    """Return standard Gumbel noise of the tokens from `first` on, float32 [R, num_tokens].
 
     Shapes: seeds [R] int64; positions [R] int64, the absolute position of the token that is being chosen.
     """
     keys = _mix(_mix(seeds + _GOLDEN) + (positions + 1) * _GOLDEN).unsqueeze(1)
-    bits = _mix(keys + _stream_offsets(vocab_size, seeds.device)) & _LOW_32
+    bits = _mix(keys + _stream_offsets(first, first + num_tokens, seeds.device)) & _LOW_32
     # The winner's uniform lies near 0, where float32 is finest: -log1p(-u) keeps its 32 bits.
     uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=_BELOW_ONE)
     return uniform.neg_().log1p_().neg_().log_().neg_()
@@ -110,13 +156,14 @@ def not_finite(logits: torch.Tensor) -> torch.Tensor:
     return ~(logits.amax(dim=-1) < torch.inf)
 
 
-def temper(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+def temper(logits: torch.Tensor, temperature: torch.Tensor, highest: torch.Tensor | None = None) -> torch.Tensor:
     """Return float32 logits divided by their row's temperature, the highest 0; of rows of temperature 0 only shifted.
 
-    Shapes: logits [R, V]; temperature [R] float32.
+    Shapes: logits [R, V]; temperature [R] float32; highest [R], the rows' highest logits, if others are to be shifted.
     """
     logits = logits.to(torch.float32)
-    logits = logits - logits.amax(dim=-1, keepdim=True)  # so that a tiny temperature cannot overflow
+    highest = logits.amax(dim=-1) if highest is None else highest
+    logits = logits - highest.unsqueeze(1)  # so that a tiny temperature cannot overflow
     return logits / torch.where(temperature == 0, 1.0, temperature).unsqueeze(1)
 
 
@@ -148,12 +195,21 @@ def draw_scores(
     truncates. No noise where the temperature is 0.
     """
     logits = temper(logits, temperature) if truncation is None else mask_truncated(logits, temperature, truncation)
-    noise = gumbel_noise(seeds, positions, logits.shape[1]).masked_fill_((temperature == 0).unsqueeze(1), 0.0)
-    return logits + noise
+    return _with_noise(logits, temperature, seeds, positions)
+
+
+def _with_noise(
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, first: int = 0
+) -> torch.Tensor:
+    noise = gumbel_noise(seeds, positions, logits.shape[1], first)
+    return logits + noise.masked_fill_((temperature == 0).unsqueeze(1), 0.0)
 
 
 class TokenChoice(Protocol):
-    """Chooses tokens from logits; never waits for the device. N positions, V vocabulary."""
+    """Chooses tokens from logits; never waits for the device. N positions, V vocabulary.
+
+    Where a stage has members, each is given its part of the logits, and all choose the same tokens.
+    """
 
     def adjust(self, logits: torch.Tensor, asked: Adjustments) -> AdjustedLogits:
         """Do to the logits what rows and masks ask for; see `raypp.ops.sample.adjust.adjusted`. The model's own stay.
@@ -212,11 +268,18 @@ class TokenChoice(Protocol):
 
 
 class TorchTokenChoice:
-    """See `TokenChoice`."""
+    """See `TokenChoice`.
+
+    Args:
+        part: Whose logits are given; None: all are.
+    """
+
+    def __init__(self, part: VocabularyPart | None = None) -> None:
+        self._part = part
 
     def adjust(self, logits: torch.Tensor, asked: Adjustments) -> AdjustedLogits:
         """Do what needs and masks say to all rows."""
-        return AdjustedLogits(adjusted(logits, asked))
+        return AdjustedLogits(adjusted(logits, asked, self._part))
 
     def remember(self, tokens: StepTokens, needs: torch.Tensor, history: TokenHistory, *, counts: bool) -> None:
         """Write tokens to the history of all rows."""
@@ -228,11 +291,15 @@ class TorchTokenChoice:
         self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor
     ) -> TopLogprobs:
         """Return the log-probabilities of all rows, as many as any may ask for."""
-        return top_logprobs(logits, chosen, min(MAX_REPORTED, logits.shape[1]))
+        vocab_size = logits.shape[1] if self._part is None else self._part.vocab_size
+        return top_logprobs(logits, chosen, min(MAX_REPORTED, vocab_size), self._part)
 
     def greedy(self, logits: AdjustedLogits) -> torch.Tensor:
         """Return each position's most likely token."""
-        return sample_greedy(logits.own)
+        if self._part is None:
+            return sample_greedy(logits.own)
+        highest, tokens = self._part.best(*logits.own.max(dim=-1))
+        return tokens.masked_fill_(~(highest < torch.inf), -1)
 
     def draw(
         self,
@@ -249,4 +316,11 @@ class TorchTokenChoice:
         if truncates:
             top_k, top_p, min_p = (table.index_select(0, rows) for table in (tables.top_k, tables.top_p, tables.min_p))
             truncation = top_k, top_p, min_p
-        return sample(logits.own, temperature, seeds, positions, truncation)
+        part, own = self._part, logits.own
+        if part is not None and not truncates:
+            highest, _ = part.best(*own.max(dim=-1))
+            scores = _with_noise(temper(own, temperature, highest), temperature, seeds, positions, part.first)
+            return part.best(*scores.max(dim=-1))[1].masked_fill_(~(highest < torch.inf), -1)
+        if part is not None:
+            own = part.joined(own)
+        return sample(own, temperature, seeds, positions, truncation)

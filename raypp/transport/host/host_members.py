@@ -1,6 +1,6 @@
 """The members of a stage on CPUs: as processes, over gloo, or as threads of one process, for tests.
 
-See `raypp.ops.backend.Members`.
+See `raypp.ops.members.Members`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,6 @@ def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def side_by_side(parts: list[torch.Tensor], size: int, out: torch.Tensor | None) -> torch.Tensor:
-    """Return the first `size` columns of tensors beside each other, in `out` if that is given."""
-    joined = torch.cat(parts, 1)[:, :size]
-    return joined.contiguous() if out is None else out.copy_(joined)
-
-
 class _Table:
     """Where the threads meet: a place for each one's tensor."""
 
@@ -66,6 +60,7 @@ class ThreadMembers:
     """One thread's."""
 
     memory = None
+    is_alone = False
 
     def __init__(self, table: _Table, rank: int) -> None:
         self._table = table
@@ -75,8 +70,8 @@ class ThreadMembers:
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(self._with_all(x, in_order))
 
-    def joined(self, x: torch.Tensor, size: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self._with_all(x, lambda parts: side_by_side(parts, size, out))
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        return self._with_all(x, torch.stack)
 
     def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         return self._with_all(make() if self.rank == 0 else None, lambda parts: parts[0].clone())
@@ -115,6 +110,7 @@ class GlooMembers:
     """
 
     memory = None
+    is_alone = False
 
     def __init__(self, stage_index: int, rank: int, count: int) -> None:
         self.rank, self.count = rank, count
@@ -150,8 +146,8 @@ class GlooMembers:
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(in_order(self._gathered(x)))
 
-    def joined(self, x: torch.Tensor, size: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        return side_by_side(self._gathered(x), size, out)
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._gathered(x))
 
     def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         made = make() if self.rank == 0 else None

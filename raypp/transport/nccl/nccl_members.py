@@ -1,8 +1,8 @@
-"""The members of a stage on GPUs: sums and joined columns by NCCL, on the current stream, so that graphs hold them.
+"""The members of a stage on GPUs: sums and exchanges by NCCL, on the current stream, so that graphs hold them.
 
 Small sums need no NCCL where GPUs reach each other, see `SharedMemory`. What hosts tell each other goes over another
-way, see `HostMembers`. NCCL adds an element's parts in one order and hands
-the result to all ranks, so its bits are the same on all members.
+way, see `HostMembers`. NCCL adds an element's parts in one order and hands the result to all ranks, so its bits are the
+same on all members.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HostMembers(Protocol):
 
 
 class SharedMemory(Protocol):
-    """What members write into by themselves; see `raypp.ops.backend.MemberMemory`."""
+    """What members write into by themselves; see `raypp.ops.members.MemberMemory`."""
 
     addresses: torch.Tensor
     counts: torch.Tensor
@@ -53,7 +53,7 @@ OpenMemory = Callable[[torch.device, int, int, Meeting], SharedMemory | None]
 
 
 class NcclMembers:
-    """One process's; see `raypp.ops.backend.Members`.
+    """One process's; see `raypp.ops.members.Members`.
 
     It is made before the members meet, and they may meet again.
 
@@ -80,7 +80,12 @@ class NcclMembers:
     @property
     def memory(self) -> SharedMemory | None:
         """Of small sums; None: there is none."""
-        return None if self._is_alone() else self._memory
+        return self._memory
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the others take no part: see `building`."""
+        return self._is_building and not torch.cuda.is_current_stream_capturing()
 
     def open(self, meeting: Meeting, *, own_host: str, deadline_s: float) -> None:
         """Meet the other members, and wait for them.
@@ -116,27 +121,24 @@ class NcclMembers:
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
         """Replace a contiguous tensor by the sum of all members' tensors."""
         assert x.is_contiguous()
-        if x.numel() and not self._is_alone():
+        if x.numel() and not self.is_alone:
             address = x.data_ptr()
             communicator, stream = self._open()
             sum_all = communicator.nccl.all_reduce
             communicator.call(sum_all, address, address, x.numel(), _TYPES[x.dtype], _SUM, stream=stream)
         return x
 
-    def joined(self, x: torch.Tensor, size: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the first columns of all members' side by side, [N, size]. Shapes: x [N, C]."""
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all members by rank, [count, ...]."""
         x = x.contiguous()
         parts = x.new_empty(self.count, *x.shape)
-        if self._is_alone():
+        if self.is_alone:
             parts.copy_(x)
         elif x.numel():
             communicator, stream = self._open()
             gather, addresses = communicator.nccl.all_gather, (x.data_ptr(), parts.data_ptr())
             communicator.call(gather, *addresses, x.numel(), _TYPES[x.dtype], stream=stream)
-        out = x.new_empty(len(x), size) if out is None else out
-        for to, part in zip(out.split(x.shape[1], 1), parts, strict=True):
-            to.copy_(part[:, : to.shape[1]])
-        return out
+        return parts
 
     def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the tensor of host memory that the first member makes; the hosts wait for it."""
@@ -163,9 +165,6 @@ class NcclMembers:
         if leaving is not None:
             leaving.exception(_LEAVE_S)
         self._host.close()
-
-    def _is_alone(self) -> bool:
-        return self._is_building and not torch.cuda.is_current_stream_capturing()
 
     def _open(self) -> tuple[Communicator, Any]:
         if self._communicator is None or self._current is None:

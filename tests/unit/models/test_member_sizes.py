@@ -101,7 +101,7 @@ class OneOfMembers:
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
         raise AssertionError("weights are read, and nothing is computed")
 
-    joined = from_first = sum_
+    gathered = from_first = sum_
 
 
 def _below(thing: Any) -> Iterator[Any]:

@@ -61,6 +61,7 @@ from raypp.ops.sample.tables import (
     Widths,
 )
 from raypp.ops.sample.token_history import TokenHistory
+from raypp.ops.sample.vocabulary_part import VocabularyPart
 from raypp.ops.state_sizes import RowState
 from raypp.ops.weight import FP4, Weight
 from raypp.row_params import Needs
@@ -313,6 +314,10 @@ def call_all(workspace: Workspace) -> None:
         chooser.greedy(given)
         chooser.draw(given, integers, integers, row_tables)
     chooser.report(logits, integers, integers, row_tables.num_reported)
+    part: Any = VocabularyPart(TwoMembers(), 2 * logits.shape[1])
+    member = KernelTokenChoice(32, DEVICE, workspace, part)
+    member.greedy(member.adjust(logits, asked))
+    member.report(logits, integers, integers, row_tables.num_reported)
     generated = StepTokens(integers, integers, torch.zeros(32, 5), lengths)
     chooser.remember(generated, lengths, history, counts=True)
     for width in (1, 5):
@@ -331,12 +336,16 @@ def call_all(workspace: Workspace) -> None:
 class TwoMembers:
     """As the first of two members has them, with memory."""
 
-    rank, count, max_bytes = 0, 2, 1 << 20
+    rank, count, max_bytes, is_alone = 0, 2, 1 << 20, False
 
     def __init__(self) -> None:
         self.memory = self
         self.addresses = torch.zeros(2, dtype=torch.int64)
         self.counts = self.stop = torch.zeros(64, dtype=torch.int32)
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """Return it twice."""
+        return torch.stack((x, x))
 
 
 def call_member_sums() -> None:
@@ -345,6 +354,7 @@ def call_member_sums() -> None:
     sums = PushedSums(members, DEVICE)
     for rows in (1, 128):
         sums(torch.empty(rows, 4096, dtype=BF16), torch.empty(rows, 4096, dtype=BF16))
+    sums(*torch.empty(2, 64, 2))  # squares of a norm over all heads
 
 
 def call_experts(workspace: Workspace) -> None:

@@ -19,6 +19,7 @@ class Member:
     """One of several in this process: its memory, and what it sums otherwise."""
 
     max_bytes = MAX_BYTES
+    is_alone = False
 
     def __init__(self, rank: int, count: int) -> None:
         self.rank, self.count, self.memory = rank, count, self
@@ -46,13 +47,16 @@ def arrive(target: Member, rank: int, x: torch.Tensor, number: int) -> None:
     target.packets[number & 1, rank, : len(words)] = (number << 32) | words
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("count", [2, 3])
 def test_sums_in_the_order_of_ranks(count, dtype):
     made, device = members(count), Device.of(DEVICE)
     cuts = device.is_interpreter and dtype == torch.bfloat16  # the interpreter rounds to zero
     sums = [PushedSums(each, device) for each in made]
-    for number, shape in enumerate([(1, 2), (1, 8), (3, 128), (16, 128), (7, 66), (2, 2)], 1):
+    shapes = [(1, 2), (1, 8), (3, 128), (16, 128), (7, 66), (2, 2)]
+    if dtype == torch.float32:
+        shapes = [(1, 1), (1, 2), (9, 2), (3, 128)]
+    for number, shape in enumerate(shapes, 1):
         parts = [torch.randn(shape, device=DEVICE).to(dtype) for _ in range(count)]
         residual = torch.randn(shape, device=DEVICE).to(dtype)
         total = torch.zeros(shape, device=DEVICE)
@@ -81,11 +85,13 @@ def test_a_stop_ends_waits():
 def test_what_does_not_fit_goes_another_way():
     member = members(2)[0]
     sums = PushedSums(member, Device.of(DEVICE))
-    for x in (torch.ones(33, 64, dtype=torch.bfloat16), torch.ones(3, 64), torch.ones(5, 3, dtype=torch.bfloat16)):
+    for x in (torch.ones(33, 64, dtype=torch.bfloat16), torch.ones(9, 64), torch.ones(5, 3).bfloat16()):
         assert torch.equal(sums(x.clone(), x), 2 * x)
-    member.memory = None  # GPUs that do not reach each other
     x = torch.ones(7, 64, dtype=torch.bfloat16)
+    member.is_alone = True  # while a stage is built
     assert torch.equal(sums(x.clone(), x), 2 * x)
-    assert member.summed_elsewhere == [33, 3, 5, 7]
+    member.memory, member.is_alone = None, False  # GPUs that do not reach each other
+    assert torch.equal(sums(x.clone(), x), 2 * x)
+    assert member.summed_elsewhere == [33, 9, 5, 7, 7]
     assert not member.counts.any()
     assert len(PushedSums(member, Device.of(DEVICE))(x[:0], x[:0])) == 0

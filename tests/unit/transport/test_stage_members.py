@@ -123,15 +123,10 @@ def test_an_empty_tensor_has_an_empty_sum(members):
     assert [len(found) for found in by_all(members, lambda each: each.sum_(torch.zeros(0, 4)))] == [0] * COUNT
 
 
-def test_columns_lie_side_by_side_by_rank(members):
-    expected = torch.tensor([[0.0] * 3 + [1.0] * 3 + [2.0] * 2] * 2)  # the last column is padding
-    outs = [torch.empty(2, 8) for _ in members]
-    for found in (
-        by_all(members, lambda each: each.joined(torch.full((2, 3), float(each.rank)), 8)),
-        by_all(members, lambda each: each.joined(torch.full((2, 3), float(each.rank)), 8, outs[each.rank])),
-    ):
-        assert all(torch.equal(each, expected) for each in found)
-    assert all(torch.equal(out, expected) for out in outs)
+def test_tensors_are_gathered_by_rank(members):
+    expected = torch.stack([torch.full((2, 3), float(rank)) for rank in range(COUNT)])
+    for found in by_all(members, lambda each: each.gathered(torch.full((3, 2), float(each.rank)).T)):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("members", ["nccl"], indirect=True)  # on CPUs nothing is tried before the first step
@@ -140,8 +135,8 @@ def test_while_a_stage_is_built_each_is_alone_but_where_a_graph_is_captured(memb
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing[0])
     with members[0].building():
         assert members[0].sum_(torch.ones(2)).tolist() == [1.0, 1.0]  # and does not wait
-        assert members[0].joined(torch.ones(2, 3), 8).shape == (2, 8)
-        assert members[0].memory is None
+        assert members[0].gathered(torch.ones(2, 3)).shape == (3, 2, 3)
+        assert members[0].is_alone
     with members[0].building():
         is_capturing[0] = True
         sums = by_all(members, lambda each: each.sum_(torch.ones(2)).tolist())

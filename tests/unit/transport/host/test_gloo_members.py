@@ -57,8 +57,8 @@ def _check_sums(members: list[GlooMembers], pool: ThreadPoolExecutor) -> None:
     sums = _all(members, pool, lambda one: one.sum_(parts[one.rank].clone()))
     assert all(torch.equal(each, sums[0]) for each in sums), "bits are the same on all members"
     torch.testing.assert_close(sums[0], parts.sum(0))
-    joined = _all(members, pool, lambda one: one.joined(parts[one.rank], 7 * len(members)))
-    assert all(torch.equal(each, torch.cat(list(parts), 1)) for each in joined)
+    gathered = _all(members, pool, lambda one: one.gathered(parts[one.rank]))
+    assert all(torch.equal(each, torch.stack(list(parts))) for each in gathered)
     of_first = _all(members, pool, lambda one: one.from_first(lambda: torch.arange(4 + one.rank, dtype=torch.int32)))
     assert [each.tolist() for each in of_first] == [[0, 1, 2, 3]] * len(members)
 

@@ -1,0 +1,61 @@
+"""The members of a stage as operations see them: sums, exchanges, and what the first one decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class MemberMemory(Protocol):
+    """What the members of a stage have in GPUs that reach each other; see `raypp.ops.cuda.member_sums`."""
+
+    addresses: torch.Tensor
+    """Int64 [count], on the device: of each member's allocation, as this process sees it."""
+    counts: torch.Tensor
+    """Int32 [programs], on the device: of the sums so far."""
+    stop: torch.Tensor
+    """Int32 [1], on the device: not 0 ends all waits."""
+    max_bytes: int
+    """The largest tensor that is summed there."""
+
+
+class Members(Protocol):
+    """The members of one stage, from one of them."""
+
+    rank: int
+    count: int
+
+    @property
+    def memory(self) -> MemberMemory | None:
+        """Where small sums are made by kernels alone; None: by `sum_`."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the others take no part for now: while a stage is built, each member computes for itself."""
+
+    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+        """Replace a tensor by the sum of all members' tensors, and return it.
+
+        Raises:
+            DeadlineError: another member did not come in time.
+            StageDiedError: another member is gone.
+            EngineDeadError: `abort` was called.
+        """
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all members by rank, [count, ...]. Raises as `sum_`. Shapes: x [...], alike for all."""
+
+    def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the tensor of host memory, int32 [n], that the first member makes. Raises as `sum_`.
+
+        Args:
+            make: Called on the first member alone.
+        """
+
+    def abort(self) -> None:
+        """End all waits with an error, from any thread. The members cannot meet again."""
+
+    def close(self) -> None:
+        """Release everything."""

@@ -1,0 +1,76 @@
+"""The part of the vocabulary whose logits one member of a stage has, and how members choose from all parts.
+
+    greedy, untruncated draws    each member's best value and its token
+    truncated draws              all logits, joined; on GPUs, of all rows of a step in which one draws
+    log-probabilities            each member's sum, rank and most likely tokens
+
+N positions, C logits of a member, M members.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from raypp.ops.members import Members
+
+_NO_TOKEN = (1 << 31) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class VocabularyPart:
+    """One member's. Parts are of equal size; the last one's logits behind the vocabulary are -inf.
+
+    Args:
+        members: Of the stage.
+        vocab_size: Of all members together.
+    """
+
+    members: Members
+    vocab_size: int
+
+    @property
+    def size(self) -> int:
+        """Logits of a member, C."""
+        return -(-self.vocab_size // self.members.count)
+
+    @property
+    def first(self) -> int:
+        """The token of the member's first logit."""
+        return self.members.rank * self.size
+
+    @property
+    def num_tokens(self) -> int:
+        """Logits that stand for tokens, at most C."""
+        return max(0, min(self.size, self.vocab_size - self.first))
+
+    def best(self, values: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the largest value of any member, float32 [N], and the lowest token that has it, int64 [N].
+
+        Shapes: values [N] float32, of this member; places [N], of its logits.
+        """
+        pairs = torch.stack((values.view(torch.int32), (places + self.first).to(torch.int32)), 1)
+        of_all = self.members.gathered(pairs)
+        found, tokens = of_all[:, :, 0].view(torch.float32), of_all[:, :, 1]
+        highest = found.amax(0)
+        return highest, tokens.masked_fill(found != highest, _NO_TOKEN).amin(0).to(torch.int64)
+
+    def chosen(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits of some tokens, of whichever members, [N, 1]. Shapes: logits [N, C]; tokens [N] int64."""
+        places = (tokens - self.first).unsqueeze(1)
+        own = logits.gather(1, places.clamp(0, self.size - 1))
+        own = own.masked_fill((places < 0) | (places >= self.size), -torch.inf)
+        return self.members.gathered(own).amax(0)
+
+    def joined(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return all members' logits side by side, [N, V]. Shapes: logits [N, C]."""
+        of_all = self.members.gathered(logits)
+        return of_all.transpose(0, 1).reshape(len(logits), -1)[:, : self.vocab_size].contiguous()
+
+
+def hide_padding(logits: torch.Tensor, part: VocabularyPart | None) -> torch.Tensor:
+    """Make the logits behind the vocabulary -inf, in place, and return all. Shapes: logits [N, C]."""
+    if part is not None and part.num_tokens < part.size:
+        logits[:, part.num_tokens :].fill_(-torch.inf)
+    return logits
