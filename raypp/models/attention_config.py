@@ -78,7 +78,7 @@ def _by_kind(num_groups: int, sizes: tuple[int, ...]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """How keys and values of all heads are made of one latent per token (multi-head latent attention, arXiv:2405.04434).
+    """How keys and values of all heads are made of one latent per token (MLA, arXiv:2405.04434).
 
     Of a head's key some elements are a product of the latent; the others, its last, are rotated, and the same for all
     heads. Values are products of the latent.

@@ -23,10 +23,10 @@ from raypp.errors import ModelLoadError
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig
 from raypp.models.config import ExpertConfig, ModelConfig
 from raypp.models.families import Activation
+from raypp.models.latent_attention import LatentMixer
 from raypp.models.member_sizes import Member, Size, Span
 from raypp.models.rope_config import RopeConfig
 from raypp.models.weight_formats import Index
-from raypp.models.latent_attention import LatentMixer
 from raypp.models.weights import WeightReader, WeightSource, read_kv_scales
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Rotation
 from raypp.ops.backend import (

@@ -75,8 +75,8 @@ class Heads:
     def kind(self) -> HeadsKind:
         """All that the plan of a step depends on: layers of one kind share it."""
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
-        kind = (self.scale, self.window, self.soft_cap, self.sinks is not None, self.group, self.has_latents)
-        return HeadsKind(*sizes, *kind)
+        has_sinks = self.sinks is not None
+        return HeadsKind(*sizes, self.scale, self.window, self.soft_cap, has_sinks, self.group, self.has_latents)
 
 
 class HeadsKind(NamedTuple):

@@ -65,8 +65,8 @@ def paged_attention(
     """Write the step's keys and values into the cache and return the attention's output, [T, Hq, Dv].
 
     Shapes: q [T, Hq, Dk]; k [T, Hk, Dk] and v [T, Hk, Dv], Hq a multiple of Hk, with padding behind if the batch's slot
-    mappings have any; of latents k as the cache has it. The cache is written in place. What a row computes past the end of its block table is finite,
-    meaningless and never read.
+    mappings have any; of latents k is as the cache has it, which is written in place. What a row computes past the end
+    of its block table is finite, meaningless and never read.
 
     Args:
         q: Queries.

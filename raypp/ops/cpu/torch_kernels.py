@@ -251,9 +251,11 @@ class TorchLatentAttention:
         latent, key = projected[1].split_with_sizes((latents.rank, latents.rotary_dim), 1)
         queries, query_ends = queries.split_with_sizes((latents.key_dim, latents.rotary_dim), 2)
         rotating = torch.cat((query_ends, key.unsqueeze(1)), 1)
-        if latents.has_neighbours:  # scores do not depend on how both sides are ordered
-            rotating = rotating.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)
-        rotated = apply_rotary(rotating, rope)
+        if latents.has_neighbours:
+            rotated = apply_rotary(rotating.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2), rope)
+            rotated = rotated.unflatten(2, (2, -1)).transpose(2, 3).flatten(2)
+        else:
+            rotated = apply_rotary(rotating, rope)
         q = torch.cat((torch.bmm(queries.transpose(0, 1), self._to_keys).transpose(0, 1), rotated[:, :-1]), 2)
         k, v = rotated[:, -1:], self._norm(latent).unsqueeze(1)
         summed = None if out is None else q.new_zeros(len(q), heads.num_heads * latents.rank)
