@@ -277,7 +277,7 @@ def _append_latents(
         latent = tl.load(row + column, mask=in_rank, other=0.0).to(tl.float32)
         kept = latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps) * gain
         a, b = _rotated(row + RANK, first, second, c, s, inside)
-        place = key_cache + slot * (2 * HALF)
+        own_key = key_cache + slot * (2 * HALF)
         dtype = key_cache.dtype.element_ty
         if IS_FP8:
             kept = narrowed(kept * v_inverse, tl.float8e4nv)
@@ -285,15 +285,15 @@ def _append_latents(
         else:
             kept, a, b = kept.to(dtype), a.to(dtype), b.to(dtype)
         tl.store(value_cache + slot * RANK + column, kept, mask=in_rank)
-        tl.store(place + first, a, mask=inside)
-        tl.store(place + second, b, mask=inside)
+        tl.store(own_key + first, a, mask=inside)
+        tl.store(own_key + second, b, mask=inside)
     else:
         head = (part - 1) * HEADS + tl.arange(0, HEADS)
         mask = (head < NUM_HEADS)[:, None] & inside[None, :]
         cell = queries + token * token_stride + head[:, None] * head_stride + KEY_DIM
-        a, b = _rotated(cell, first[None, :], second[None, :], c[None, :], s[None, :], mask)
-        tl.store(cell + first[None, :], a.to(queries.dtype.element_ty), mask=mask)
-        tl.store(cell + second[None, :], b.to(queries.dtype.element_ty), mask=mask)
+        x, y = _rotated(cell, first[None, :], second[None, :], c[None, :], s[None, :], mask)
+        tl.store(cell + first[None, :], x.to(queries.dtype.element_ty), mask=mask)
+        tl.store(cell + second[None, :], y.to(queries.dtype.element_ty), mask=mask)
 
 
 @triton.jit
