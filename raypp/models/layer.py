@@ -1,7 +1,7 @@
 """The layer of all `raypp.models.families`, and its parts, of which a draft head is made, too.
 
     hidden -> norm -> q, k, v -> norm of heads -> rotary -> attention -> o -> + hidden -> norm -> MLP -> + hidden
-    hidden -> norm -> q, latent -> ... -> o -> + hidden -> ...      see `raypp.models.latent_attention`
+    hidden -> norm -> q, latent -> ... -> o -> + hidden -> ...      see `raypp.models.latent_mixer`
     hidden -> norm -> q, k, v, gates -> convolution -> gated delta net -> gated norm -> o -> + hidden -> ...
 
 Families differ in biases, in norms of queries and keys, and in norms of what is added to the residual stream; the
@@ -23,7 +23,7 @@ from raypp.errors import ModelLoadError
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig
 from raypp.models.config import ExpertConfig, ModelConfig
 from raypp.models.families import Activation
-from raypp.models.latent_attention import LatentMixer
+from raypp.models.latent_mixer import LatentMixer
 from raypp.models.member_sizes import Member, Size, Span
 from raypp.models.rope_config import RopeConfig
 from raypp.models.weight_formats import Index
