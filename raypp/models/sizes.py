@@ -110,6 +110,12 @@ def qkv_width(config: ModelConfig) -> int:
     return max(sum(attention.row_sizes) for attention in config.attention)
 
 
+def decode_width(config: ModelConfig) -> int:
+    """Return the same of a token that decodes: over latents queries and sums of all heads, too, in the widest layer."""
+    latents = [each.num_heads * each.latent.rank for each in config.attending if each.latent is not None]
+    return qkv_width(config) + max(latents, default=0)
+
+
 def kv_bytes_per_token(config: ModelConfig, kv_dtype_bytes: int) -> list[int]:
     """Return the bytes of KV cache that one token takes in each layer; 0 where there is a state per row instead."""
     attention = [layer.attention for layer in config.attention]
