@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 import torch
@@ -52,6 +53,7 @@ def test_prefill_beside_decode(sizes, scale, monkeypatch):
     check_latents(BF16, sizes, [], 1, prefill, scale=scale)
 
 
+@pytest.mark.skipif("dry_report" in sys.modules, reason="what kernels compute is compared")
 def test_a_captured_step_serves_other_lengths():
     kernels = Kernels(BF16)
     latents = made_latents(kernels, DEEPSEEK)
