@@ -10,7 +10,10 @@ from raypp.ops.state_sizes import ModuleState, RowState
 
 @dataclass(frozen=True)
 class PagedKV:
-    """What a layer keeps of every token that a query may see: keys and values, in blocks, addressed by position."""
+    """What a layer keeps of every token that a query may see: keys and values, in blocks, addressed by position.
+
+    Of latents: one head, whose value is the latent, and whose key is the rotated part of all heads' keys.
+    """
 
     num_kv_heads: int
     k_dim: int
@@ -74,11 +77,30 @@ def _by_kind(num_groups: int, sizes: tuple[int, ...]) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """How keys and values of all heads are made of one latent per token (MLA, arXiv:2405.04434).
+
+    Of a head's key some elements are a product of the latent; the others, its last, are rotated, and the same for all
+    heads. Values are products of the latent.
+    """
+
+    rank: int  # elements of a latent
+    rotary_dim: int  # elements of queries and keys that are rotated
+    query_rank: int | None  # elements of what all queries are made of; None: they are made of the residual stream
+    has_neighbours: bool = True  # whether pairs that are rotated lie side by side; else half of `rotary_dim` apart
+
+    @property
+    def width(self) -> int:
+        """Elements of a token's latent and of the rotated part of its key."""
+        return self.rank + self.rotary_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """How a layer attends."""
 
     num_heads: int  # Hq
-    num_kv_heads: int  # Hk, a divisor of Hq
+    num_kv_heads: int  # Hk, a divisor of Hq; of latents 1
     head_dim: int  # of queries and keys
     v_dim: int  # of values
     rope: RopeConfig | None  # None: the modules that call attention rotate
@@ -88,6 +110,7 @@ class AttentionConfig:
     has_sinks: bool = False  # whether every head has a logit of its own in the softmax
     has_gate: bool = False  # whether the output is multiplied by the sigmoid of a projection of its own
     num_sharing: int = 1  # members of a stage that have the same KV heads, where there are fewer heads than members
+    latent: LatentConfig | None = None  # what keys and values are made of; None: of the residual stream
 
     @property
     def attention(self) -> AttentionConfig:
@@ -97,17 +120,23 @@ class AttentionConfig:
     @property
     def cache(self) -> PagedKV:
         """What the layer keeps."""
+        if self.latent is not None:
+            return PagedKV(1, self.latent.rotary_dim, self.latent.rank, self.window)
         return PagedKV(self.num_kv_heads, self.head_dim, self.v_dim, self.window)
 
     @property
     def rotation(self) -> tuple[int, RopeConfig]:
         """The elements of a head that are rotated, and how."""
         assert self.rope is not None, "what calls attention rotates"
+        if self.latent is not None:
+            return self.latent.rotary_dim, self.rope
         return int(self.head_dim * self.rope.share), self.rope
 
     @property
     def row_sizes(self) -> tuple[int, int, int]:
-        """Elements of a token's queries with their gates, keys and values."""
+        """Elements of a token's queries with their gates, keys and values; or queries, rotated key and latent."""
+        if self.latent is not None:
+            return self.num_heads * self.head_dim, self.latent.rotary_dim, self.latent.rank
         keys, values = self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_dim
         return self.num_heads * self.head_dim * (1 + self.has_gate), keys, values
 

@@ -57,6 +57,7 @@ _ONLY: dict[str, tuple[object, ...]] = {
 """Fields of other expert models that change what is computed: the values that change nothing."""
 
 
+_BY_BEST = "group_limited_greedy"
 _OF_SIGMOID: dict[str, tuple[object, ...]] = {
     "n_group": (),
     "topk_group": (),
@@ -68,6 +69,15 @@ _OF_SIGMOID: dict[str, tuple[object, ...]] = {
     "qk_norm_type": ("per_layer",),
 }
 """The same of those whose scores are sigmoids; nothing: any value, which is read."""
+_OF_GROUPS: dict[str, tuple[object, ...]] = {
+    "n_group": (),
+    "topk_group": (),
+    "topk_method": ("greedy", _BY_BEST),
+    "routed_scaling_factor": (),
+    "first_k_dense_replace": (),
+    "norm_topk_prob": (False,),
+}
+"""The same of those whose scores are a softmax, with groups."""
 _ACTIVATIONS: dict[Activation, tuple[str, tuple[str, ...]]] = {
     "silu": ("hidden_act", ("silu", "swish")),
     "gelu": ("hidden_activation", ("gelu_pytorch_tanh",)),
@@ -561,6 +571,7 @@ class ExpertConfig:
     has_sigmoid: bool = False  # of the router, see `raypp.ops.backend.Routing`; and so are the following
     num_groups: int = 1
     num_chosen_groups: int = 1
+    num_ranking: int = 2
     scaling: float = 1.0
     has_pairs: bool = False  # see `ExpertFamily`
     gate_limit: float | None = None  # the most of a gate that is clamped, see `raypp.ops.backend.Gate`; None: SiLU
@@ -572,7 +583,7 @@ def read_experts(fields: ConfigFields, family: ExpertFamily, num_layers: int) ->
     Raises:
         ModelLoadError: a field is missing or wrong, or says of experts what raypp does not have.
     """
-    known = {**_ONLY, **_OF_SIGMOID} if family.has_sigmoid else _ONLY
+    known = {**_ONLY, **(_OF_SIGMOID if family.has_sigmoid else _OF_GROUPS if family.has_groups else {})}
     for name, allowed in known.items():
         value = None if name == family.shared else fields.get(name)
         if value is not None and allowed and value not in allowed:
@@ -586,8 +597,14 @@ def read_experts(fields: ConfigFields, family: ExpertFamily, num_layers: int) ->
     step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in dense):
         raise fields.error("mlp_only_layers", repr(dense), "a list of layers")
-    first = fields.integer("first_k_dense_replace", 0, least=0)
+    first, kinds = fields.integer("first_k_dense_replace", 0, least=0), fields.get("mlp_layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {"dense", "sparse"}:
+            raise fields.error("mlp_layer_types", kinds, f"{num_layers} of dense, sparse")
+        first, dense = 0, [*dense, *(layer for layer, kind in enumerate(kinds) if kind == "dense")]
     num_groups, num_chosen_groups = (fields.integer(name, 1) for name in ("n_group", "topk_group"))
+    if family.has_groups and fields.get("topk_method") != _BY_BEST:
+        num_groups = num_chosen_groups = 1
     if num_experts % num_groups or (num_groups > 1 and num_experts < 2 * num_groups):
         raise fields.error("n_group", num_groups, f"a divisor of {num_experts} experts, with two or more in each")
     if num_chosen_groups > num_groups:
@@ -612,6 +629,7 @@ def read_experts(fields: ConfigFields, family: ExpertFamily, num_layers: int) ->
         has_sigmoid=family.has_sigmoid,
         num_groups=num_groups,
         num_chosen_groups=num_chosen_groups,
+        num_ranking=1 if family.has_groups and num_groups > 1 else 2,
         scaling=fields.number("routed_scaling_factor", 1.0),
         has_pairs=family.has_pairs,
         gate_limit=limit,

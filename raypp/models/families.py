@@ -4,7 +4,8 @@ All have the layer of `raypp.models.layer`. Needs no torch, so that planning sta
 
 Sources: the published checkpoints' config.json and tensor names; transformers 5.17, `models/llama`, `models/qwen2`,
 `models/qwen3`, `models/qwen3_vl`, `models/qwen3_moe`, `models/mixtral`, `models/qwen3_vl_moe`, `models/qwen3_next`,
-`models/qwen3_5`, `models/qwen3_5_moe`, `models/gpt_oss`, `models/gemma3`, `models/glm4_moe`, `models/minimax_m2`.
+`models/qwen3_5`, `models/qwen3_5_moe`, `models/gpt_oss`, `models/gemma3`, `models/glm4_moe`, `models/minimax_m2`,
+`models/deepseek_v2`, `models/deepseek_v3`, `models/glm4_moe_lite`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from raypp.models.attention_config import AttentionConfig, LatentConfig
 from raypp.models.vision_config import VisionFamily
 
 if TYPE_CHECKING:
-    from raypp.models.attention_config import AttentionConfig
     from raypp.models.config_fields import ConfigFields
 
 
@@ -46,6 +47,7 @@ class ExpertFamily:
     shared: str | None = None  # the key that says the size of an MLP for all tokens; None: there is none
     counts_shared: bool = False  # whether that key says how many experts large it is; it has no gate then
     has_sigmoid: bool = False  # whether a score is a sigmoid, with a correction, groups and a factor; see `Routing`
+    has_groups: bool = False  # whether one that is no sigmoid has groups and a factor, too
     has_pairs: bool = False  # whether gate and up take turns in one tensor, experts and router have biases (gpt-oss)
     gate_limit: float | None = None  # where config.json has no `swiglu_limit`; None: the gate is SiLU
 
@@ -122,7 +124,7 @@ def _gemma_attention(fields: ConfigFields, _: int, attention: AttentionConfig) -
 
 
 _CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
-NULL_IS_NONE = {_CAP, LOGIT_CAP}
+NULL_IS_NONE = {_CAP, LOGIT_CAP, "q_lora_rank"}
 """Fields whose null switches off what they are by default; of others it means that nothing is said."""
 _ROPE_OF_GPT_OSS = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 _OF_GEMMA = {
@@ -149,6 +151,62 @@ _GEMMA3 = Family(
     has_local_rope=True,
 )
 
+
+def _latent_attention(fields: ConfigFields, _: int, attention: AttentionConfig) -> AttentionConfig:
+    """Return how a layer attends whose keys and values are made of latents."""
+    not_rotated, rotary_dim = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
+    head_dim, rope = not_rotated + rotary_dim, attention.rope
+    assert rope is not None
+    if rotary_dim % 2:
+        raise fields.error("qk_rope_head_dim", rotary_dim, "an even number: rotary embedding pairs dimensions")
+    if rope.share not in (1.0, rotary_dim / head_dim):
+        raise fields.error("partial_rotary_factor", rope.share, "1: all of qk_rope_head_dim is rotated")
+    has_neighbours = fields.get("rope_interleave")
+    return replace(
+        attention,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        v_dim=fields.integer("v_head_dim"),
+        scale=head_dim**-0.5 * rope.sharpness**2,
+        latent=LatentConfig(
+            rank=fields.integer("kv_lora_rank"),
+            rotary_dim=rotary_dim,
+            query_rank=None if fields.get("q_lora_rank") is None else fields.integer("q_lora_rank"),
+            has_neighbours=has_neighbours is None or fields.flag("rope_interleave"),
+        ),
+    )
+
+
+_OF_DEEPSEEK = {
+    "head_dim": 64,  # of what is rotated; `_latent_attention` says the others
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_DEEPSEEK_V3 = Family(
+    qkv_bias="attention_bias",
+    attention_output_bias="attention_bias",
+    defaults={
+        **_OF_DEEPSEEK,
+        "max_position_embeddings": 4096,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+    },
+    layer_attention=_latent_attention,
+    rotated_share=1.0,
+    experts=ExpertFamily(
+        names=ExpertNames(shared="shared_experts."),
+        normalizes="norm_topk_prob",
+        shared="n_shared_experts",
+        counts_shared=True,
+        has_sigmoid=True,
+    ),
+)
 
 FAMILIES = {
     # Llama 2 and 3. From 3.1 on the rotary frequencies are stretched, see `raypp.models.layer`.
@@ -284,6 +342,35 @@ FAMILIES = {
             intermediate_size="intermediate_size",
             has_sigmoid=True,
         ),
+    ),
+    # DeepSeek-V2, its experts chosen by a softmax; V3, R1, and Kimi-K2, by sigmoids: keys and values are of latents.
+    "DeepseekV2ForCausalLM": replace(
+        _DEEPSEEK_V3,
+        mlp_bias="mlp_bias",
+        defaults={**_OF_DEEPSEEK, "max_position_embeddings": 2048},
+        experts=ExpertFamily(
+            names=ExpertNames(shared="shared_experts."),
+            normalizes=False,
+            shared="n_shared_experts",
+            counts_shared=True,
+            has_groups=True,
+        ),
+    ),
+    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    # GLM-4.7-Flash: GLM-4.5's experts, and latents.
+    "Glm4MoeLiteForCausalLM": replace(
+        _DEEPSEEK_V3,
+        defaults={
+            **_OF_DEEPSEEK,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "max_position_embeddings": 202752,
+            "rms_norm_eps": 1e-5,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.8,
+        },
     ),
 }
 """By the name of the architecture in config.json."""

@@ -1,6 +1,7 @@
 """The layer of all `raypp.models.families`, and its parts, of which a draft head is made, too.
 
     hidden -> norm -> q, k, v -> norm of heads -> rotary -> attention -> o -> + hidden -> norm -> MLP -> + hidden
+    hidden -> norm -> q, latent -> ... -> o -> + hidden -> ...      see `raypp.models.latent_mixer`
     hidden -> norm -> q, k, v, gates -> convolution -> gated delta net -> gated norm -> o -> + hidden -> ...
 
 Families differ in biases, in norms of queries and keys, and in norms of what is added to the residual stream; the
@@ -22,10 +23,11 @@ from raypp.errors import ModelLoadError
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig
 from raypp.models.config import ExpertConfig, ModelConfig
 from raypp.models.families import Activation
+from raypp.models.latent_mixer import LatentMixer
 from raypp.models.member_sizes import Member, Size, Span
 from raypp.models.rope_config import RopeConfig
 from raypp.models.weight_formats import Index
-from raypp.models.weights import WeightReader, WeightSource
+from raypp.models.weights import WeightReader, WeightSource, read_kv_scales
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Rotation
 from raypp.ops.backend import (
     SILU,
@@ -52,10 +54,6 @@ _GATES: dict[Activation, GateFunction] = {"silu": SILU, "gelu": gelu_gate}
 _LEAST_OUTPUTS = 16
 """Of a product: kernels are made for no fewer."""
 _QUANTIZED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
-
-
-_NAMES = {"k": ("k_scale", "k_proj.k_scale", "kv_scale"), "v": ("v_scale", "v_proj.v_scale", "kv_scale")}
-"""Below a layer's `self_attn.`, as tools that measure scales write them; `kv_scale` is of keys and values alike."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,9 +323,11 @@ class TransformerLayer:
 
     def __init__(self, config: ModelConfig, index: int, weights: WeightReader, kernels: KernelSet) -> None:
         norm = read_norm(config, weights, "input_layernorm.weight", config.hidden_size)
-        attends = isinstance(config.attention[index], AttentionConfig)
-        make = AttentionMixer if attends else GatedDeltaMixer
-        self._mixer: AttentionMixer | GatedDeltaMixer = make(config, index, weights, kernels, norm)
+        mixer = config.attention[index]
+        make: type[AttentionMixer | LatentMixer | GatedDeltaMixer] = GatedDeltaMixer
+        if isinstance(mixer, AttentionConfig):
+            make = AttentionMixer if mixer.latent is None else LatentMixer
+        self._mixer = make(config, index, weights, kernels, norm)
         self.has_experts, self.output_size = config.experts_of(index) is not None, config.attention[index].output_size
         self.kind: Hashable = (type(self._mixer), config.attention[index].row_sizes, self.output_size, self.has_experts)
         mlp = SparseMLP if self.has_experts else GatedMLP
@@ -473,6 +473,7 @@ def _read_router(experts: ExpertConfig, block: WeightReader, hidden_size: int) -
         has_sigmoid=experts.has_sigmoid,
         num_groups=experts.num_groups,
         num_chosen_groups=experts.num_chosen_groups,
+        num_ranking=experts.num_ranking,
         scaling=experts.scaling,
     )
     return Router(weight, routing, bias, correction)
@@ -616,25 +617,3 @@ class FusedExperts:
 
 def _turned(shape: tuple[int, int, int]) -> tuple[int, int, int]:
     return shape[0], shape[2], shape[1]
-
-
-def read_kv_scales(weights: WeightReader) -> tuple[float, float]:
-    """Return what keys and what values are divided by before they are rounded, 1 where the checkpoint does not say.
-
-    Raises:
-        ModelLoadError: a scale that is not one positive number.
-    """
-    return _scale(weights, _NAMES["k"]), _scale(weights, _NAMES["v"])
-
-
-def _scale(weights: WeightReader, names: tuple[str, ...]) -> float:
-    found = {name: scale for name in names if (scale := weights.number(name)) is not None}
-    for name, scale in found.items():
-        if not (math.isfinite(scale) and scale > 0):
-            raise ModelLoadError(
-                f"the checkpoint's scale {weights.prefix}{name} is not usable",
-                got=scale,
-                expected="a positive number",
-                hint="the checkpoint is damaged, or its scales were never measured",
-            )
-    return next(iter(found.values()), 1.0)

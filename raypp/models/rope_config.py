@@ -58,6 +58,9 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncates: bool = True
     attention_factor: float = 1.0  # what cosines and sines are multiplied by
+    sharpness: float = (
+        1.0  # by `mscale_all_dim`: what both sides of scores are multiplied by, where keys are of latents
+    )
     stretched_to: int = 0  # dynamic only: positions that the base is chosen for
     mrope_section: tuple[int, int, int] | None = None
     """Pairs of a head that turn with time, height and width (M-RoPE); None: all with the index alone."""
@@ -204,6 +207,7 @@ def _read_yarn(rope: RopeConfig, scaling: ConfigFields, factor: float, original:
         beta_slow=beta_slow,
         truncates=scaling.get("truncate") is None or scaling.flag("truncate"),
         attention_factor=scaling.number("attention_factor", _attention_factor(scaling, factor)),
+        sharpness=_sharpened(factor, scaling.number("mscale_all_dim")) if scaling.get("mscale_all_dim") else 1.0,
     )
 
 

@@ -110,6 +110,12 @@ def qkv_width(config: ModelConfig) -> int:
     return max(sum(attention.row_sizes) for attention in config.attention)
 
 
+def decode_width(config: ModelConfig) -> int:
+    """Return the same of a token that decodes: over latents queries and sums of all heads, too, in the widest layer."""
+    latents = [each.num_heads * each.latent.rank for each in config.attending if each.latent is not None]
+    return qkv_width(config) + max(latents, default=0)
+
+
 def kv_bytes_per_token(config: ModelConfig, kv_dtype_bytes: int) -> list[int]:
     """Return the bytes of KV cache that one token takes in each layer; 0 where there is a state per row instead."""
     attention = [layer.attention for layer in config.attention]
@@ -201,13 +207,16 @@ def _products(config: ModelConfig, index: int) -> tuple[list[_Product], list[_Pr
     """Return the products of a layer that all tokens share, and those of one of its experts."""
     hidden, attention = config.hidden_size, config.attention[index]
     if isinstance(attention, AttentionConfig):
-        block, inner = "self_attn.", [("q_proj", sum(attention.row_sizes))]
+        queries, others, latent = attention.row_sizes[0], sum(attention.row_sizes[1:]), attention.latent
+        block, inner = "self_attn.", [("q_proj", queries + others, hidden)]
+        if latent is not None and (rank := latent.query_rank) is not None:
+            inner = [("q_a_proj", rank + others, hidden), ("q_b_proj", queries, rank)]
     else:
         assert isinstance(attention, GatedDeltaConfig)
         mixed, gates, numbers = attention.row_sizes
         first, second = ("in_proj_qkvz", "in_proj_ba") if attention.is_joined else ("in_proj_qkv", "in_proj_b")
-        block, inner = "linear_attn.", [(first, mixed + gates), (second, numbers)]
-    shared = [_Product(block + name, rows, hidden) for name, rows in inner]
+        block, inner = "linear_attn.", [(first, mixed + gates, hidden), (second, numbers, hidden)]
+    shared = [_Product(block + name, rows, columns) for name, rows, columns in inner]
     output = block + ("o_proj" if block == "self_attn." else "out_proj")
     shared.append(_Product(output, hidden, attention.output_size, is_summed=True))
     experts = config.experts_of(index)
@@ -231,11 +240,17 @@ def _gated_mlp(prefix: str, names: tuple[str, str], hidden: int, intermediate: i
 
 
 def _num_other_parameters(config: ModelConfig, index: int) -> int:
-    """Return how many parameters of a layer are never quantized: norms, biases, the router."""
+    """Return how many parameters of a layer are never kept quantized: norms, biases, the router, what latents meet."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     attention = config.attention[index]
     count = (4 if config.has_output_norms else 2) * hidden
-    if isinstance(attention, AttentionConfig):
+    latent = attention.latent if isinstance(attention, AttentionConfig) else None
+    if isinstance(attention, AttentionConfig) and latent is not None:
+        expanded = attention.num_heads * (attention.head_dim - latent.rotary_dim + attention.v_dim)
+        query_rank = latent.query_rank or 0
+        count += expanded * latent.rank + latent.rank + query_rank
+        count += (query_rank + latent.width) * config.qkv_bias + hidden * config.attention_output_bias
+    elif isinstance(attention, AttentionConfig):
         of_norms = sum(attention.row_sizes[:2]) if config.has_wide_qk_norm else 2 * attention.head_dim
         count += of_norms * config.qk_norm + attention.num_heads * attention.has_sinks
         count += sum(attention.row_sizes) * config.qkv_bias + hidden * config.attention_output_bias

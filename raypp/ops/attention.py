@@ -54,6 +54,8 @@ class Heads:
     """Leading elements of queries and keys that are rotated; None: `head_dim`."""
     has_gate: bool = False
     """Whether each query head is followed by as many elements, whose sigmoid the head's output is multiplied by."""
+    has_latents: bool = False
+    """Whether the key of the one KV head is its value, and behind it what the cache has as key: see `LatentHeads`."""
 
     def __post_init__(self) -> None:
         if not self.scale:
@@ -73,7 +75,8 @@ class Heads:
     def kind(self) -> HeadsKind:
         """All that the plan of a step depends on: layers of one kind share it."""
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
-        return HeadsKind(*sizes, self.scale, self.window, self.soft_cap, self.sinks is not None, self.group)
+        has_sinks = self.sinks is not None
+        return HeadsKind(*sizes, self.scale, self.window, self.soft_cap, has_sinks, self.group, self.has_latents)
 
 
 class HeadsKind(NamedTuple):
@@ -88,6 +91,40 @@ class HeadsKind(NamedTuple):
     soft_cap: float | None
     has_sinks: bool
     group: int
+    has_latents: bool
+
+
+@dataclass(frozen=True, eq=False)
+class LatentHeads:
+    """Heads whose keys and values are products of one latent per token: L elements, R more of a key are rotated.
+
+    A head's key is `expand[:N]` latent, then the rotated part; its value is the rest of `expand`, times the latent. So
+    a score is the product of the latent with the head's query times `expand[:N]`, and what the weights sum may be
+    latents: attention sees one KV head of L + R, and the cache holds no more (arXiv:2405.04434, section 2.1).
+    """
+
+    heads: Heads  # as attention sees them: one KV head, D = L + R, Dv = L
+    expand: torch.Tensor  # [Hq, N + Dv, L]
+    value_dim: int  # Dv, of a head's output
+    norm_weight: torch.Tensor  # [L]: latents are normalized before they are kept
+    eps: float
+    has_neighbours: bool = True
+    """Whether elements 2 i and 2 i + 1 of what is rotated are a pair; else i and i + R / 2."""
+
+    @property
+    def key_dim(self) -> int:
+        """N, of a query and a key what is not rotated."""
+        return self.expand.shape[1] - self.value_dim
+
+    @property
+    def rank(self) -> int:
+        """L."""
+        return self.heads.value_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """R."""
+        return self.heads.head_dim - self.heads.value_dim
 
 
 @dataclass(eq=False, slots=True)

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops.attention import AttentionBatch, Heads, Rotation
+from raypp.ops.attention import AttentionBatch, Heads, LatentHeads, Rotation
 from raypp.ops.kv_cache import LayerCache
 from raypp.ops.members import Members
 from raypp.ops.row_state import DeltaHeads, LayerState
@@ -95,6 +95,27 @@ class Attention(Protocol):
 
     def append(self, qkv: torch.Tensor, rope: Rotation, cache: LayerCache, slot_mapping: torch.Tensor) -> None:
         """Only write the cache, as a call does. Never waits for the device. Shapes: slot_mapping [T] int64."""
+
+
+class LatentAttention(Protocol):
+    """From the projections of a layer with latents to the attention's output; the cache is written on the way.
+
+    A break point of graphs.
+    """
+
+    def __call__(
+        self,
+        projected: tuple[torch.Tensor, torch.Tensor],
+        rope: Rotation,
+        cache: LayerCache,
+        batch: AttentionBatch,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the output, [T, Hq * Dv]; in `out` if that is given.
+
+        Shapes: projected [T, Hq * (N + R)]: queries; and [T, L + R]: latents, rotated keys; either may be columns of
+        more. Else as `Attention`.
+        """
 
 
 class GatedDelta(Protocol):
@@ -270,6 +291,9 @@ class KernelSet(Protocol):
     def attention(self, heads: Heads) -> Attention:
         """Return the attention of a layer with these heads."""
 
+    def latent_attention(self, latents: LatentHeads) -> LatentAttention:
+        """Return the attention of a layer with latents. `latents.expand` belongs to it from then on."""
+
     def gated_delta(self, heads: DeltaHeads) -> GatedDelta:
         """Return the gated delta net of a layer with these heads."""
 
@@ -302,7 +326,8 @@ class Routing:
         is_even: For measurements: choose by a hash of the logits' bits, so that random weights load experts evenly.
         has_sigmoid: Whether each expert's score is the sigmoid of its logit (arXiv:2412.19437); else their softmax.
         num_groups: G, of as many experts each; a token's experts are of some of them.
-        num_chosen_groups: Of these: those with the largest sum of their two best scores.
+        num_chosen_groups: Of these: those with the largest sum of their best scores.
+        num_ranking: So many best scores of a group count for that.
         scaling: What the weights are multiplied by.
     """
 
@@ -312,6 +337,7 @@ class Routing:
     has_sigmoid: bool = False
     num_groups: int = 1
     num_chosen_groups: int = 1
+    num_ranking: int = 2
     scaling: float = 1.0
 
 
@@ -344,7 +370,7 @@ def choose_experts(
     ranks = scores if correction is None else scores + correction
     if routing.num_groups > 1:
         by_group = ranks.unflatten(1, (routing.num_groups, -1))
-        best = by_group.topk(2).values.sum(-1).topk(routing.num_chosen_groups).indices
+        best = by_group.topk(routing.num_ranking).values.sum(-1).topk(routing.num_chosen_groups).indices
         is_open = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, True)
         ranks = by_group.masked_fill(~is_open.unsqueeze(2), -torch.inf).flatten(1)
     ranked = torch.sort(_hashed(logits) if routing.is_even else ranks, dim=-1, descending=True, stable=True)

@@ -3,7 +3,7 @@
 A token's slot is `block id * block_size + offset in the block`. Block 0 is the null block: no request owns it, padding
 and tokens past a row's limit are written there. Within a block heads come before tokens (what FlashInfer calls HND): a
 gather then copies `block_size * head_dim` elements in a row, into the order in which attention multiplies them. Heads
-of keys and of values may have different sizes.
+of keys and of values may have different sizes. Of latents the value is the latent, and the key what is rotated.
 
 A cache has the type of the activations, or is `FP8`. Then it holds keys and values divided by a scale of their layer
 (`raypp.ops.attention.Heads`), and a step attends to its own tokens as the cache holds them, too: what a token's keys
@@ -113,6 +113,11 @@ def gather_blocks(side: torch.Tensor, head_blocks: torch.Tensor) -> torch.Tensor
 def movable(x: torch.Tensor) -> torch.Tensor:
     """Return keys, values or a cache as something that torch can copy by index: bytes, if they are in 8 bits."""
     return x.view(torch.uint8) if x.dtype == FP8 else x
+
+
+def with_latents(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return keys of latents: each value, and its key behind it, [..., Dv + Dk]. Shapes: keys [..., Dk]."""
+    return torch.cat((movable(values), movable(keys)), -1).view(keys.dtype)
 
 
 def cache_rows(cache: LayerCache, slots: torch.Tensor) -> torch.Tensor:

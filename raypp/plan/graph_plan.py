@@ -11,7 +11,7 @@ from typing import Any
 
 from raypp.config.engine_config import EngineConfig
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import layer_sizes, logit_row_bytes, mlp_width, qkv_width
+from raypp.models.sizes import decode_width, layer_sizes, logit_row_bytes, mlp_width, qkv_width
 from raypp.stage.stage_spec import GraphSpec
 from raypp.stage.step_sizes import StepSizes
 
@@ -109,7 +109,8 @@ def _graph_bytes(sizes: StepSizes, config: EngineConfig, model: ModelConfig, dty
     most_pieces = max(sizes.piecewise, default=0)
     most_full = max((size.num_tokens for size in sizes.full), default=0)
     attention = qkv_width(model)
-    pool = max(most_pieces, most_full) * (4 * model.hidden_size + 2 * attention + mlp_width(model))
+    others = 4 * model.hidden_size + mlp_width(model)
+    pool = max(most_pieces * (others + 2 * attention), most_full * (others + 2 * decode_width(model)))
     buffers = most_pieces * (2 * model.hidden_size + attention)
     logits_bytes = most_full * logit_row_bytes(model)
     return graphs + logits_bytes + (pool + buffers) * dtype_bytes + _KERNEL_BYTES

@@ -44,9 +44,9 @@ MAX_STATEMENTS = {
     "raypp/encoder": 580,
     "raypp/grammar": 1_475,
     "raypp/graphs": 420,
-    "raypp/models": 3_940,  # with transformers' modules, kernels in their place; gated delta nets; five more families
+    "raypp/models": 4_045,  # with transformers' modules, kernels in their place; gated delta nets; eight more families
     "raypp/openai_api": 2_685,  # with calls of GLM, MiniMax and Gemma
-    "raypp/ops": 5_820,  # with caches by layer; states of rows, in torch and Triton; members sum, and choose by parts
+    "raypp/ops": 6_200,  # with caches by layer; states of rows, latents, in torch and Triton; members sum, choose by parts
     "raypp/pictures": 690,
     "raypp/plan": 1_685,  # numbers of stages and members are compared; each GPU counts as what it is
     "raypp/scheduler": 1_830,  # with caches and attention by layer

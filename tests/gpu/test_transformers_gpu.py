@@ -41,7 +41,9 @@ TYPES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 64},
     "deepseek_v3": {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64, "head_dim": 16},
 }
-NATIVE = {name: TYPES[name] for name in ("gemma3_text", "gpt_oss", "glm4_moe")} | {"minimax_m2": {"head_dim": 64}}
+NATIVE = {name: TYPES[name] for name in ("gemma3_text", "gpt_oss", "glm4_moe", "deepseek_v3")} | {
+    "minimax_m2": {"head_dim": 64}
+}
 """Types with layers of raypp's own some of whose parts have no kernel."""
 OF_STATES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},

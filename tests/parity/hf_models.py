@@ -23,7 +23,8 @@ EXPERT_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "minimax_m2")
 FAMILIES = DENSE_FAMILIES + EXPERT_FAMILIES
 WINDOW_FAMILIES = ("mistral", "ministral", "gpt_oss", "gemma2", "gemma3")
 """With a window: in all layers, and in some."""
-
+LATENT_FAMILIES = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite")
+"""Keys and values are made of latents."""
 GEMMA = ("gemma2", "gemma3")
 STATE_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Gated delta nets, and gated attention in some of the layers."""
@@ -49,6 +50,9 @@ _ARCHITECTURES = {
     "gemma2": "Gemma2",
     "gemma3": "Gemma3",
     "glm4_moe": "Glm4Moe",
+    "deepseek_v3": "DeepseekV3",
+    "deepseek_v2": "DeepseekV2",
+    "glm4_moe_lite": "Glm4MoeLite",
     "minimax_m2": "MiniMaxM2",
 }
 _GQA_RATIOS = (1, 2, 4)
@@ -66,6 +70,9 @@ _WEIGHT_SCALES = {
     "gemma3": (0.2, 0.25, 0.3),
     "glm4_moe": (0.2, 0.25, 0.3),
     "minimax_m2": (0.2, 0.25, 0.3),
+    "deepseek_v3": (0.2, 0.25, 0.3),
+    "deepseek_v2": (0.2, 0.25, 0.3),
+    "glm4_moe_lite": (0.2, 0.25, 0.3),
     "qwen3_5": (0.15, 0.2, 0.25),
     "qwen3_5_moe": (0.1, 0.12, 0.15),
     "qwen3_next": (0.1, 0.12, 0.15),
@@ -125,6 +132,8 @@ def sizes_for_members(family: str, count: int, seed: int) -> dict[str, Any]:
         sizes |= {"moe_intermediate_size": 48}
     if family in ("qwen3_5_moe", "qwen3_next"):
         sizes |= {"shared_expert_intermediate_size": 24}
+    if family in LATENT_FAMILIES:
+        sizes |= {"moe_intermediate_size": 48, "num_key_value_heads": 12}
     return sizes
 
 
@@ -149,7 +158,17 @@ def _configuration(family: str, seed: int, min_layers: int) -> dict[str, Any]:
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
-    if family != "qwen2":
+    if family in LATENT_FAMILIES:
+        choices |= _latents(family, seed) | _experts("glm4_moe", seed)
+        choices |= {"num_key_value_heads": num_heads}
+        if family == "deepseek_v2":
+            choices |= {"topk_method": ("group_limited_greedy", "greedy")[seed % 3 == 1], "norm_topk_prob": False}
+        if family == "glm4_moe_lite":
+            kinds = ("sparse", "dense")
+            num_layers, num_dense = choices["num_hidden_layers"], choices.pop("first_k_dense_replace")
+            choices |= {"mlp_layer_types": [kinds[index < num_dense] for index in range(num_layers)]}
+        choices.pop("use_qk_norm")
+    elif family != "qwen2":
         choices |= {"head_dim": head_dim}
     if family in WINDOW_FAMILIES:
         choices |= {"sliding_window": rng.choice((1, 3, 8, 21, 64))}
@@ -196,6 +215,19 @@ def _configuration(family: str, seed: int, min_layers: int) -> dict[str, Any]:
         rope.pop("truncate", None)  # transformers looks for it outside of a kind's parameters
         return choices | {"rope_parameters": {"full_attention": rope, "sliding_attention": _LOCAL_ROPE}}
     return choices | {"rope_parameters": rope}
+
+
+def _latents(family: str, seed: int) -> dict[str, Any]:
+    """Return sizes of latents and of heads that are made of them: odd ones, and rotary parts as large as a latent."""
+    rng, is_v2 = random.Random(f"{family}-latents-{seed}"), family == "deepseek_v2"
+    sizes: dict[str, Any] = {
+        "kv_lora_rank": rng.choice((8, 20, 34 if is_v2 else 33)),  # whose modules of transformers take pairs alone
+        "q_lora_rank": rng.choice((12, 27)) if seed % 3 else None,
+        "qk_nope_head_dim": rng.choice((6 if is_v2 else 7, 12, 16)),
+        "qk_rope_head_dim": rng.choice((4, 6, 8)),
+        "v_head_dim": rng.choice((9, 12, 16)),
+    }
+    return sizes if is_v2 else sizes | {"rope_interleave": seed % 4 != 3}
 
 
 def _states(family: str, seed: int, num_layers: int) -> dict[str, Any]:

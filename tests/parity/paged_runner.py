@@ -60,7 +60,7 @@ class PagedRunner:
         random.Random(seed).shuffle(blocks)
         self._tables = torch.tensor(blocks, dtype=torch.int32).view(len(rows), blocks_per_row)
         self._num_groups = len(config.windows)
-        sizes = [(each.num_kv_heads, each.head_dim, each.v_dim) for each in config.attention]
+        sizes = [(each.num_kv_heads, each.k_dim, each.v_dim) for each in (layer.cache for layer in config.attention)]
         self._caches = [
             [
                 allocate_layer_cache(1 + len(blocks), block_size, *of_layer, kv_dtype, CPU)

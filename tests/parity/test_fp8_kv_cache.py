@@ -62,6 +62,16 @@ def generate(path, times=1, one_by_one=False, **settings):
     return texts, engine.stats()
 
 
+def test_latents_are_rounded_before_anybody_attends_to_them(tmp_path):
+    """The text is the same in chunks, behind prefixes, after preemption and with drafts."""
+    path = make_checkpoint("deepseek_v3", 4, tmp_path, min_layers=3)
+    expected, _ = generate(path, one_by_one=True, enable_prefix_caching=False)
+    together = WAYS["chunks"] | WAYS["two stages, preemption"] | WAYS["n-grams"]
+    texts, stats = generate(path, times=2, **together)
+    assert texts == expected
+    assert stats.num_prefix_hit_tokens
+
+
 @pytest.fixture(scope="module")
 def expected(checkpoint):
     texts, _ = generate(checkpoint, one_by_one=True, enable_prefix_caching=False)

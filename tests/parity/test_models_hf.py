@@ -9,7 +9,15 @@ import random
 
 import pytest
 import torch
-from hf_models import EXPERT_FAMILIES, FAMILIES, WINDOW_FAMILIES, hf_greedy, hf_logits, make_checkpoint
+from hf_models import (
+    EXPERT_FAMILIES,
+    FAMILIES,
+    LATENT_FAMILIES,
+    WINDOW_FAMILIES,
+    hf_greedy,
+    hf_logits,
+    make_checkpoint,
+)
 from paged_runner import PagedRunner
 from sizes import sized
 
@@ -18,11 +26,11 @@ from raypp.models.config import load_model_config
 SEEDS = range(sized(7, 20))  # seven have every form of rotation and files, and stages
 TOLERANCE = 1e-4
 IN_CI = ("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral")
-ALSO_IN_CI = (*IN_CI, "glm4_moe", "minimax_m2", "gpt_oss", "gemma3")
+ALSO_IN_CI = (*IN_CI, "glm4_moe", "minimax_m2", "gpt_oss", "gemma3", *LATENT_FAMILIES)
 
 
 def _families(in_ci):
-    every = (*FAMILIES, *WINDOW_FAMILIES)
+    every = (*FAMILIES, *WINDOW_FAMILIES, *LATENT_FAMILIES)
     return [pytest.param(name, marks=() if name in in_ci else pytest.mark.full) for name in every]
 
 

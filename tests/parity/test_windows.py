@@ -1,4 +1,4 @@
-"""Layers with windows, sinks and soft caps against transformers: stages, chunks, prefixes, preemption, drafts, masks.
+"""Layers with windows, sinks, soft caps and latents against transformers: stages, chunks, prefixes, drafts, masks.
 
 Windows are shorter than chunks and drafts, and no multiples of the block size. Groups with a window have few blocks.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from exactness import ExactComparison
-from hf_models import WINDOW_FAMILIES, hf_choices, make_checkpoint
+from hf_models import LATENT_FAMILIES, WINDOW_FAMILIES, hf_choices, make_checkpoint
 from mixed_layers import ARCHITECTURE, FAMILY, make_mixed, mixed_choices
 from sizes import sized
 
@@ -30,9 +30,9 @@ SEEDS = sized((1, 2), range(24))
 SEEDS_OF_FAMILIES = sized((1,), range(24))  # one meets everything; layers of all kinds get two
 LENGTH = sized(1500, 5000)
 NUM_NEW_TOKENS = sized(32, 40)
-KINDS = (*WINDOW_FAMILIES, "mixed")
+KINDS = (*WINDOW_FAMILIES, *LATENT_FAMILIES, "mixed")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
-IN_CI = (("gpt_oss", ""), ("gemma3", "ngram"), ("mixed", "ngram"))
+IN_CI = (("gpt_oss", ""), ("gemma3", "ngram"), ("mixed", "ngram"), ("deepseek_v3", "ngram"))
 
 
 @pytest.fixture(autouse=True)

@@ -100,6 +100,7 @@ class RaggedPrefill:
         num_qo_heads: int,
         num_kv_heads: int,
         head_dim_qk: int,
+        head_dim_vo: int | None = None,
         *,
         causal: bool = False,
         sm_scale: float | None = None,
@@ -115,6 +116,7 @@ class RaggedPrefill:
         assert all(query <= length for query, length in zip(queries, lengths, strict=True))
         self._q_shape = (starts[-1], num_qo_heads, head_dim_qk)
         self._kv_shape = (key_starts[-1], num_kv_heads, head_dim_qk)
+        self._value_dim = head_dim_vo or head_dim_qk
         self._types = (q_data_type, kv_data_type)
 
     def run(
@@ -128,10 +130,11 @@ class RaggedPrefill:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         assert current_tape() is None, "the work of prefill rows is planned: no graph can hold it"
         assert q.shape == self._q_shape, (q.shape, self._q_shape)
-        assert k.shape == v.shape == self._kv_shape, (k.shape, self._kv_shape)
+        assert k.shape == self._kv_shape, (k.shape, self._kv_shape)
+        assert v.shape == (*self._kv_shape[:2], self._value_dim), (v.shape, self._value_dim)
         assert (q.dtype, k.dtype) == (q.dtype, v.dtype) == self._types
         assert out is not None
-        assert out.shape == q.shape
+        assert out.shape == (*q.shape[:2], self._value_dim)
         assert all(x.is_cuda for x in (q, k, v, out))
         assert out.is_contiguous()
         return (out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)) if return_lse else out

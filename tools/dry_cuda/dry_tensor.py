@@ -263,7 +263,7 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 _SKIPPED: dict[str, Callable[..., Any]] = {
     "mm": lambda a, b, dtype=None, out=None: a.new_zeros(a.shape[0], b.shape[1], dtype=dtype) if out is None else out,
-    "bmm": lambda a, b: a.new_zeros(a.shape[0], a.shape[1], b.shape[2]),
+    "bmm": lambda a, b, out=None: a.new_zeros(a.shape[0], a.shape[1], b.shape[2]) if out is None else out,
     "addmm": lambda c, a, b, **kwargs: a.new_zeros(a.shape[0], b.shape[1]),
     "addmm_": lambda c, a, b, **kwargs: c,
     "_addmm_activation": lambda c, a, b, **kwargs: a.new_zeros(a.shape[0], b.shape[1]),

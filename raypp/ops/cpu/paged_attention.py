@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from raypp.ops.attention import AttentionBatch, Heads
-from raypp.ops.kv_cache import FP8, LayerCache, as_cached, cache_rows, gather_blocks, write_kv_cache
+from raypp.ops.kv_cache import FP8, LayerCache, as_cached, cache_rows, gather_blocks, with_latents, write_kv_cache
 from raypp.ops.row_attention import additive_mask, attend_piece, capped, piece_mask, row_pieces, softmax_with_sinks
 
 GROUP_BYTES = 2 << 20
@@ -65,8 +65,8 @@ def paged_attention(
     """Write the step's keys and values into the cache and return the attention's output, [T, Hq, Dv].
 
     Shapes: q [T, Hq, Dk]; k [T, Hk, Dk] and v [T, Hk, Dv], Hq a multiple of Hk, with padding behind if the batch's slot
-    mappings have any; the cache is written in place. What a row computes past the end of its block table is finite,
-    meaningless and never read.
+    mappings have any; of latents k is as the cache has it, which is written in place. What a row computes past the end
+    of its block table is finite, meaningless and never read.
 
     Args:
         q: Queries.
@@ -128,6 +128,7 @@ def _attend(
         else:
             keys, values = _gather(cache, piece.head_blocks, heads.num_kv_heads, None, None)
             keys, values = keys[:, : piece.num_keys], values[:, : piece.num_keys]
+        keys = with_latents(keys, values) if heads.has_latents else keys
         queries = q[piece.start : piece.end]
         out[piece.start : piece.end] = attend_piece(queries, keys, values, piece.mask, heads, scale)
     return out
@@ -169,6 +170,7 @@ def _attend_decode(
     """Return the output of a group's rows, [R * Q, Hq, Dv]. Shapes: q [R * Q, Hq, Dk]."""
     num_rows, num_kv_heads, mask = group.num_rows, heads.num_kv_heads, group.mask
     keys, values = _gather(cache, group.head_blocks, num_rows * num_kv_heads, group.behind, mask.dtype)
+    keys = with_latents(keys, values) if heads.has_latents else keys
     # The heads that share a KV head become query rows of one product: nothing is repeated. Views only when Q is 1.
     by_kv_head = q.view(num_rows, query_len, num_kv_heads, -1, heads.head_dim).transpose(1, 2)
     queries = by_kv_head.reshape(num_rows * num_kv_heads, -1, heads.head_dim).to(mask.dtype)

@@ -10,7 +10,7 @@ import math
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops.attention import AttentionBatch, Heads, Rotation, apply_rotary, rotation, signed
+from raypp.ops.attention import AttentionBatch, Heads, LatentHeads, Rotation, apply_rotary, rotation, signed
 from raypp.ops.backend import (
     SILU,
     AddedProjection,
@@ -145,6 +145,9 @@ class TorchKernels:
     def attention(self, heads: Heads) -> TorchAttention:
         return TorchAttention(heads)
 
+    def latent_attention(self, latents: LatentHeads) -> TorchLatentAttention:
+        return TorchLatentAttention(latents)
+
     def gated_delta(self, heads: DeltaHeads) -> TorchGatedDelta:
         return TorchGatedDelta(heads)
 
@@ -223,6 +226,44 @@ class TorchAttention:
             rotated = torch.cat((apply_rotary(qk[..., :rotary_dim], rope), qk[..., rotary_dim:]), -1)
         q, k = rotated.split_with_sizes(self._head_split, 1)
         return q, k, v
+
+
+class TorchLatentAttention:
+    """Norm of latents, rotation, cache, attention over latents: for prompts, too, whose keys are nowhere expanded."""
+
+    def __init__(self, latents: LatentHeads) -> None:
+        to_keys, to_values = latents.expand.split_with_sizes((latents.key_dim, latents.value_dim), 1)
+        self._to_keys = to_keys  # [Hq, N, L]
+        self._to_values = to_values.transpose(1, 2)  # [Hq, L, Dv]
+        self._norm = RMSNorm(latents.norm_weight, latents.eps)
+        self._latents = latents
+
+    def __call__(
+        self,
+        projected: tuple[torch.Tensor, torch.Tensor],
+        rope: Rotation,
+        cache: LayerCache,
+        batch: AttentionBatch,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        latents, heads = self._latents, self._latents.heads
+        queries = projected[0].unflatten(1, (heads.num_heads, -1))
+        latent, key = projected[1].split_with_sizes((latents.rank, latents.rotary_dim), 1)
+        queries, query_ends = queries.split_with_sizes((latents.key_dim, latents.rotary_dim), 2)
+        rotating = torch.cat((query_ends, key.unsqueeze(1)), 1)
+        if latents.has_neighbours:
+            rotated = apply_rotary(rotating.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2), rope)
+            rotated = rotated.unflatten(2, (2, -1)).transpose(2, 3).flatten(2)
+        else:
+            rotated = apply_rotary(rotating, rope)
+        q = torch.cat((torch.bmm(queries.transpose(0, 1), self._to_keys).transpose(0, 1), rotated[:, :-1]), 2)
+        k, v = rotated[:, -1:], self._norm(latent).unsqueeze(1)
+        summed = None if out is None else q.new_zeros(len(q), heads.num_heads * latents.rank)
+        summed = _attend(q, k, v, cache, batch, heads, summed).unflatten(1, (heads.num_heads, -1))
+        attended = torch.bmm(summed.transpose(0, 1), self._to_values).transpose(0, 1).flatten(1)
+        if out is None:
+            return attended
+        return out.copy_(attended)
 
 
 @break_point

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops.attention import AttentionBatch, Heads, HeadsKind, Rotation
+from raypp.ops.attention import AttentionBatch, Heads, HeadsKind, LatentHeads, Rotation
 from raypp.ops.backend import (
     SILU,
     AddedProjection,
@@ -27,6 +27,7 @@ from raypp.ops.cuda.experts import CudaChosenExperts, CudaExperts
 from raypp.ops.cuda.gated_delta import CudaGatedDelta, ScanPlan, plan_scan
 from raypp.ops.cuda.heads import rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
+from raypp.ops.cuda.latent_attention import CudaLatentAttention, LatentLayerAttention
 from raypp.ops.cuda.member_sums import PushedSums
 from raypp.ops.cuda.product_tuning import MAX_ROWS, OwnProduct, input_type_in_8_bits, own_product
 from raypp.ops.cuda.projection import Product, fold_norm, partial_floats, project, rounded_to_8_bits
@@ -81,7 +82,7 @@ class CudaKernels:
         self._max_query_len = max_query_len
         self._num_ring_entries = num_ring_entries
         # Copies share both.
-        self._attention: dict[HeadsKind, CudaAttention] = {}
+        self._attention: dict[HeadsKind, CudaAttention | CudaLatentAttention] = {}
         self._space: list[PrefillSpace] = []  # empty, or what kinds of attention share
         self._has_states = False
         self._most_own_rows = 0
@@ -216,7 +217,26 @@ class CudaKernels:
                 workspace=self._workspace,
                 space=self._prefill_space,
             )
-        return LayerAttention(self._attention[heads.kind], heads, self._has_8_bits)
+        attention = self._attention[heads.kind]
+        assert isinstance(attention, CudaAttention)
+        return LayerAttention(attention, heads, self._has_8_bits)
+
+    def latent_attention(self, latents: LatentHeads) -> LatentLayerAttention:
+        kind = latents.heads.kind
+        if kind not in self._attention:
+            self._attention[kind] = CudaLatentAttention(
+                latents,
+                block_size=self._block_size,
+                dtype=self._dtype,
+                max_query_len=self._max_query_len,
+                num_ring_entries=self._num_ring_entries,
+                device=self._device,
+                workspace=self._workspace,
+                space=self._prefill_space,
+            )
+        attention = self._attention[kind]
+        assert isinstance(attention, CudaLatentAttention)
+        return LatentLayerAttention(attention, latents)
 
     def gated_delta(self, heads: DeltaHeads) -> CudaGatedDelta:
         self._has_states = True

@@ -52,9 +52,14 @@ class Prefill(Protocol):
         """Write the output to `out`; see `FlashInferPrefill`."""
 
 
+def has_flashinfer() -> bool:
+    """Return whether FlashInfer is installed."""
+    return find_spec("flashinfer") is not None
+
+
 def missing_for_flashinfer(heads: Heads) -> str | None:
     """Return why FlashInfer cannot serve these heads, None if it can."""
-    if find_spec("flashinfer") is None:
+    if not has_flashinfer():
         return f"flashinfer-python is not installed ({install('gpu')})"
     sizes = heads.head_dim, heads.value_dim
     if heads.head_dim not in PREFILL_HEAD_DIMS or sizes[0] != sizes[1]:
@@ -84,8 +89,9 @@ class PrefillSpace:
     def __init__(self, device: torch.device) -> None:
         self.workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         """For partial results."""
-        has_copies = torch.cuda.get_device_capability(device) == _HAS_COPIES
-        self._copy = torch.empty(_COPY_BYTES if has_copies else 0, dtype=torch.uint8, device=device)
+        self.has_copies = torch.cuda.get_device_capability(device) == _HAS_COPIES
+        """Whether keys and values are read faster where they lie one after the other."""
+        self._copy = torch.empty(_COPY_BYTES if self.has_copies else 0, dtype=torch.uint8, device=device)
 
     def copy_of(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
         """Return room for keys and values that lie one after the other, [2, tokens, Hk, D]; no tokens: no copies."""
@@ -177,9 +183,9 @@ class FlashInferPrefill:
             out.mul_(torch.sigmoid(log2_sums * math.log(2) - heads.sinks).unsqueeze(2))
 
     def _plan_copies(self, batch: AttentionBatch, ring_entry: int) -> CopyPlan:
-        heads, ragged, starts = self._heads, self._ragged[ring_entry], _prefix_sums(batch.prefill_seq_lens)
+        heads, ragged, starts = self._heads, self._ragged[ring_entry], prefix_sums(batch.prefill_seq_lens)
         ragged.plan(
-            _prefix_sums(batch.prefill_query_lens),
+            prefix_sums(batch.prefill_query_lens),
             starts,
             heads.num_heads,
             heads.num_kv_heads,
@@ -206,8 +212,8 @@ class FlashInferPrefill:
         ends = [first + math.ceil(seq_len / block_size) for first, seq_len in zip(firsts, seq_lens, strict=True)]
         rows = zip(tables.unbind(0), firsts, ends, strict=False)
         wrapper.plan(
-            _prefix_sums(batch.prefill_query_lens),
-            _prefix_sums([end - first for first, end in zip(firsts, ends, strict=True)]),
+            prefix_sums(batch.prefill_query_lens),
+            prefix_sums([end - first for first, end in zip(firsts, ends, strict=True)]),
             torch.cat([table[first:end] for table, first, end in rows]),
             _on_host([(n - 1) % block_size + 1 for n in seq_lens]),
             heads.num_heads,
@@ -278,7 +284,8 @@ class SdpaPrefill:
             out[piece.start : piece.end] = attended * v_scale
 
 
-def _prefix_sums(counts: list[int]) -> torch.Tensor:
+def prefix_sums(counts: list[int]) -> torch.Tensor:
+    """Return where each of some parts begins, and where the last ends, int32; see `_on_host`."""
     sums = [0]
     for count in counts:
         sums.append(sums[-1] + count)

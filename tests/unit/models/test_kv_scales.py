@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from raypp.errors import ModelLoadError
 from raypp.models.config import has_fp8_kv_cache, load_model_config
 from raypp.models.config_fields import ConfigFields
-from raypp.models.layer import read_kv_scales
-from raypp.models.weights import CheckpointWeights, DummyWeights, WeightReader
+from raypp.models.weights import CheckpointWeights, DummyWeights, WeightReader, read_kv_scales
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 LAYER = "model.layers.1.self_attn."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from raypp.errors import ConfigError, ModelLoadError
 from raypp.models.config import ModelConfig, load_model_config
 from raypp.models.member_sizes import of_one_member
 from raypp.models.quantization import Quantization
-from raypp.models.sizes import parameter_counts
+from raypp.models.sizes import kv_bytes_per_token, parameter_counts
 
 SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
 GEMMA3_4B: dict[str, Any] = {
@@ -62,6 +63,7 @@ GLM45_AIR: dict[str, Any] = {
     "use_qk_norm": False,
     "vocab_size": 151552,
 }
+GLM_FLASH: dict[str, Any] = json.loads((SHAPES / "glm-4.7-flash" / "config.json").read_text())
 MINIMAX_M2: dict[str, Any] = {
     "architectures": ["MiniMaxM2ForCausalLM"],
     "head_dim": 128,
@@ -133,6 +135,41 @@ def test_glm45_air(tmp_path: Path) -> None:
     assert active == pytest.approx(12.7e9, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("name", "total", "active", "expanded"),
+    [
+        ("deepseek-v3", 671.0e9, 36.6e9, 128 * (192 + 128)),
+        ("kimi-k2", 1026.4e9, 31.7e9, 64 * (192 + 128)),
+        ("glm-4.7-flash", 29.9e9, 3.6e9, 20 * (256 + 256)),
+    ],
+)
+def test_latents(name: str, total: float, active: float, expanded: int) -> None:
+    """Parameters as the model cards have them, and 1,152 bytes a token and layer in place of 20,480 and more."""
+    config = load_model_config(SHAPES / name)
+    assert parameter_counts(config) == (pytest.approx(total, rel=0.002), pytest.approx(active, rel=0.01))
+    assert kv_bytes_per_token(config, 2) == [2 * 576] * config.num_layers
+    assert expanded * 2 / 1152 > 17
+    layer = config.attending[0]
+    assert layer.rope is not None
+    sharpness = 1.0 if layer.rope.rope_type == "default" else 0.1 * math.log(layer.rope.factor) + 1
+    assert layer.scale == pytest.approx(layer.head_dim**-0.5 * sharpness**2)
+    part = of_one_member(config, 4)
+    assert kv_bytes_per_token(part, 2) == kv_bytes_per_token(config, 2)
+    assert part.attending[0].num_heads == layer.num_heads // 4
+
+
+def test_latents_without_a_query_rank(tmp_path: Path) -> None:
+    values = json.loads((SHAPES / "deepseek-v3" / "config.json").read_text())
+    values |= {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, "scoring_func": "softmax"}
+    values |= {"topk_method": "group_limited_greedy", "norm_topk_prob": False}
+    config = read(tmp_path, values)
+    assert config.attending[0].latent is not None
+    assert config.attending[0].latent.query_rank is None
+    assert config.experts is not None
+    assert (config.experts.num_groups, config.experts.num_ranking, config.experts.normalizes) == (8, 1, False)
+    assert read(tmp_path, values, topk_method="greedy").experts.num_groups == 1  # type: ignore[union-attr]
+
+
 def test_minimax_m2(tmp_path: Path) -> None:
     config = read(tmp_path, MINIMAX_M2)
     assert config.attending[0].rotation[0] == 64
@@ -148,6 +185,9 @@ def test_minimax_m2(tmp_path: Path) -> None:
         (GLM45_AIR, {"n_group": 3}, ["n_group", "3", "128"]),
         (GLM45_AIR, {"n_group": 32}, ["num_experts_per_tok", "8", "4 experts"]),
         (GLM45_AIR, {"scoring_func": "softmax"}, ["scoring_func", "sigmoid"]),
+        (GLM_FLASH, {"qk_rope_head_dim": 63}, ["qk_rope_head_dim", "63", "even"]),
+        (GLM_FLASH, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        (GLM_FLASH, {"mlp_layer_types": ["dense"]}, ["mlp_layer_types", "47 of dense, sparse"]),
         (GLM45_AIR, {"first_k_dense_replace": -1}, ["first_k_dense_replace", "-1", "at least 0"]),
         (GEMMA3_4B, {"hidden_activation": "relu"}, ["hidden_activation", "relu", "gelu_pytorch_tanh"]),
         (GEMMA3_4B, {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),

@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
+from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, LatentHeads
 from raypp.ops.backend import ExpertWeights, Gate, Router, Routing
 from raypp.ops.block_store import Planes
 from raypp.ops.cuda import (
@@ -36,6 +36,7 @@ from raypp.ops.cuda import (
     block_kernels,
     decode_attention,
     heads,
+    latent_kernels,
     ngram_kernel,
     projection,
     row_inputs_kernel,
@@ -504,12 +505,36 @@ def call_states(_: Workspace) -> None:
     heads.gate_heads_(heads.append_heads(qkv, gated, by, integers, cache, DEVICE), qkv, DEVICE)
 
 
+def call_latents(_: Workspace) -> None:
+    """Call attention over latents as DeepSeek-V3 does, whole and one of eight members, and GLM-4.7-Flash."""
+    for num_heads in (128, 16, 20) if IS_FULL else (128, 20):
+        workspace, integers = Workspace(CPU), torch.zeros(32, dtype=torch.int64)
+        kind = Heads(num_heads, 1, 576, v_dim=512, rotary_dim=64, has_latents=True)
+        latents = LatentHeads(
+            kind, torch.zeros(num_heads, 256, 512, dtype=BF16), 128, torch.ones(512, dtype=BF16), 1e-6
+        )
+        kernels = latent_kernels.TritonLatents(latents, 5, DEVICE, workspace)
+        by = heads.rotation_table(integers, torch.ones(32), DEVICE)
+        for kv_dtype in (BF16, *([torch.float8_e4m3fn] if DEVICE.has_fp8 and IS_FULL else [])):
+            cache = LayerCache(*(torch.zeros(3, 1, 16, size, dtype=kv_dtype) for size in (64, 512)))
+            queries, projected = torch.zeros(32, num_heads, 192, dtype=BF16), torch.zeros(32, 576, dtype=BF16)
+            kernels.append(queries, projected, latents, by, integers, cache)
+            for rows, query_len in ((1, 1), (8, 4)):
+                absorbed = torch.zeros(num_heads, rows * query_len, 512, dtype=BF16)
+                lens, tables = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
+                kernels.attend(absorbed, queries[: rows * query_len, :, 128:], cache, lens, tables, query_len, latents)
+
+
 def main() -> None:
     """Compile, and print a list of kernels."""
     compiled = compile_instead_of_launching()
     found = []
-    in_full = [[call_all, call_experts, call_quantized, call_states], [call_wide], [call_widest, call_kinds]]
-    for width, calls in enumerate(in_full if IS_FULL else [[call_all, call_states], [call_kinds]]):
+    in_full = [
+        [call_all, call_experts, call_quantized, call_states],
+        [call_wide],
+        [call_widest, call_kinds, call_latents],
+    ]
+    for width, calls in enumerate(in_full if IS_FULL else [[call_all, call_states], [call_kinds, call_latents]]):
         for call in calls:
             call(Workspace(CPU))
         found += [
