@@ -91,7 +91,7 @@ def measure_decode(name: str, num_rows: int, context: int, query_len: int = 1) -
     step = (batch.seq_lens, batch.block_tables[0], query_len, latents)
     whole = try_us([partial(attention.run, projected, latents, by, cache, batch, None) for cache in caches])
     own = try_us([partial(decode.attend, absorbed, ends, cache, *step) for cache in caches])
-    chosen, tried = tune_latents(num_rows, num_heads, query_len, device.num_processors), list[tuple[float, str]]()
+    chosen, tried = tune_latents(num_rows, num_heads, query_len, device), list[tuple[float, str]]()
     least = chosen.num_shares
     for splits, shares, (tile, warps, stages) in itertools.product(
         sorted({1, chosen.num_splits, 2 * chosen.num_splits}),

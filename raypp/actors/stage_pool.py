@@ -125,11 +125,13 @@ class StagePool:
         Args:
             timeout_s: How long a loop may take to end.
         """
-        awake = [pooled for pooled in self._pooled if not _is_stopped(pooled)]
+        stopped = [pooled for pooled in self._pooled if _is_stopped(pooled)]
+        _end(stopped, timeout_s)  # first: the others cannot give back memory that a frozen process has mapped
+        awake = [pooled for pooled in self._pooled if pooled not in stopped]
         asked = {pooled.actor.stand_by.remote(timeout_s): pooled for pooled in awake}
         answered = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s + _ANSWER_S)[0] if asked else []
         kept = [asked[ref] for ref in answered if _is_true(ref)]
-        _end([pooled for pooled in self._pooled if pooled not in kept], timeout_s)
+        _end([pooled for pooled in awake if pooled not in kept], timeout_s)
         self._pooled = kept
 
     def end(self, timeout_s: float, *, has_ray: bool = True) -> None:

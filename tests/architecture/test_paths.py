@@ -46,7 +46,7 @@ MAX_STATEMENTS = {
     "raypp/graphs": 420,
     "raypp/models": 4_045,  # with transformers' modules, kernels in their place; gated delta nets; eight more families
     "raypp/openai_api": 2_685,  # with calls of GLM, MiniMax and Gemma
-    "raypp/ops": 6_200,  # with caches by layer; states of rows, latents, in torch and Triton; members sum, choose by parts
+    "raypp/ops": 6_200,  # with caches by layer; states, latents, in torch and Triton; sums and choices of members
     "raypp/pictures": 690,
     "raypp/plan": 1_685,  # numbers of stages and members are compared; each GPU counts as what it is
     "raypp/scheduler": 1_830,  # with caches and attention by layer

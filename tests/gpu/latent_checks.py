@@ -122,7 +122,7 @@ def check_latents(
         workspace=kernels.workspace,
         space=lambda: PrefillSpace(DEVICE),
     )
-    kernels.workspace.reserve(1 << 22)
+    kernels.workspace.reserve(1 << 25)
     if prefill:
         attention.plan(batch, 0)
     table = rotation_table(positions, frequencies, kernels.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from exactness import TIE_GAP
 from handing_over import Answer
@@ -47,6 +48,32 @@ class Comparison:
         gap = float((scores[found.token_ids[first]] - scores[right.token_ids[first]]).abs())
         assert gap < TIE_GAP, f"{message}, by a gap of {gap:.2e}"
         self.num_excused += 1
+
+
+def num_parted_at_ties(
+    model: Path, cases: Sequence[tuple[Case, Case]], answers: Sequence[tuple[list[int], list[int]]], share: float
+) -> int:
+    """Return how many of two engines' greedy or sampled answers in 16 bits part; each does where float32 nearly ties.
+
+    Args:
+        model: A checkpoint's folder.
+        cases: What each engine was asked. Answers are not compared where that differs, since an earlier one parted.
+        answers: Token ids of each.
+        share: Of the standard deviation of the scores there, the most that the two tokens may be apart.
+    """
+    gaps = []
+    for (case, other), (ids, others) in zip(cases, answers, strict=True):
+        if case.prompt != other.prompt or ids == others:
+            continue
+        first = next(i for i, (a, b) in enumerate(zip(ids, others, strict=True)) if a != b)
+        known = case.prompt + ids[:first]
+        logits = hf_logits(model, known)[-1]
+        scores = reference_scores(logits, known, case)
+        deviation = float(logits.std()) / (case.params.temperature or 1.0)
+        gaps.append(float((scores[ids[first]] - scores[others[first]]).abs()) / deviation)
+    print(f"\n{len(gaps)} of {len(answers)} answers part, by {max(gaps, default=0.0):.4f} of the deviation at most")
+    assert max(gaps, default=0.0) < share
+    return len(gaps)
 
 
 def _assert_close(answer: Answer, pairs: tuple[list[dict[int, float]], list[dict[int, float]]]) -> None:

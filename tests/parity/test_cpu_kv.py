@@ -12,6 +12,7 @@ import random
 import pytest
 from eagle_reference import make_head
 from hf_models import make_checkpoint
+from sampling_reference import Case
 
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
@@ -52,8 +53,10 @@ def checkpoint(tmp_path_factory):
     return make_checkpoint("qwen3", 4, tmp_path_factory.mktemp("qwen3"), min_layers=4)
 
 
-def converse(path, hardware: Hardware = HARDWARE, **settings) -> tuple[list[list[int]], SchedulerStats]:
-    """Return the answers of all users, turn after turn, and what happened."""
+def converse(
+    path, hardware: Hardware = HARDWARE, cases: list[Case] | None = None, **settings
+) -> tuple[list[list[int]], SchedulerStats]:
+    """Return the answers of all users, turn after turn, and what happened; add what was asked to `cases`."""
     plan = plan_engine(EngineConfig.from_flat(str(path), **(FIXED | settings)), hardware)
     engine, rng, vocab_size = LocalEngine(plan), random.Random(0), plan.model.vocab_size
 
@@ -76,6 +79,8 @@ def converse(path, hardware: Hardware = HARDWARE, **settings) -> tuple[list[list
             engine.step()
             engine.scheduler.check_integrity()
         answers += [request.output_token_ids for request in requests]
+        if cases is not None:
+            cases += [Case(text, of_user) for text, of_user in zip(texts, params, strict=True)]
         texts = [
             text + request.output_token_ids + (tokens(NUM_OWN) if turn + 1 < NUM_TURNS else [])
             for text, request in zip(texts, requests, strict=True)

@@ -36,6 +36,7 @@ _LEAST_OF_A_SPLIT = 128  # tokens
 _PRICE_OF_A_SPLIT = 1 / 4096  # of the time that one program takes for a whole row
 _ROUNDS = 2  # of programs, at most, that leave parts
 _HEADS_PER_PROGRAM = 8
+_BYTES_OF_LARGE_TILES = 224 << 10  # of shared memory: two of 64 latents and as many queries, each of 576 in 16 bits
 _PARTS_AT_ONCE = 4
 
 
@@ -53,16 +54,17 @@ class LatentTuning:
 
     num_splits: int
     num_shares: int
-    tile_tokens: int = 32
+    tile_tokens: int = 64
     num_warps: int = 8
     num_stages: int = 2
 
 
-def tune_latents(num_rows: int, num_heads: int, query_len: int, num_processors: int) -> LatentTuning:
+def tune_latents(num_rows: int, num_heads: int, query_len: int, device: Device) -> LatentTuning:
     """Return the cut for a number of rows: as many heads by program as fit, and as many splits as keep all busy.
 
     A processor has one program at a time. So many splits are best that their last round of programs is nearly full.
     """
+    num_processors = device.num_processors
     num_shares = -(-num_heads * query_len // _MOST_QUERIES)
     while -(-num_heads // num_shares) * query_len > _MOST_QUERIES:
         num_shares += 1
@@ -74,7 +76,8 @@ def tune_latents(num_rows: int, num_heads: int, query_len: int, num_processors: 
 
     num_splits = min(range(1, most + 1), key=time_of)
     is_small = -(-num_heads // num_shares) * query_len <= _QUERIES_OF_FEW_WARPS
-    return LatentTuning(num_splits, num_shares, num_warps=4 if is_small else 8)
+    tile_tokens = 64 if device.shared_bytes >= _BYTES_OF_LARGE_TILES else 32
+    return LatentTuning(num_splits, num_shares, tile_tokens, num_warps=4 if is_small else 8)
 
 
 class TritonLatents:
@@ -168,7 +171,7 @@ class TritonLatents:
         out, num_rows, heads = torch.empty_like(latent_queries), len(block_tables), latents.heads
         if not num_rows:
             return out
-        tuning = tuning or tune_latents(num_rows, num_heads, query_len, self._device.num_processors)
+        tuning = tuning or tune_latents(num_rows, num_heads, query_len, self._device)
         is_split, num_parts = tuning.num_splits > 1, tuning.num_splits * num_heads * num_tokens
         floats = self._workspace.floats
         assert not is_split or num_parts * (rank + 1) <= floats.numel(), "more splits than reserved"

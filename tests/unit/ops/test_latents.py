@@ -41,10 +41,10 @@ def test_prefill_rows_beside_decode_rows(scale, monkeypatch):
 
 @pytest.mark.parametrize("num_heads", [16, 20, 64, 128])
 def test_every_cut_fits(num_heads):
-    device = SimpleNamespace(num_processors=132)
+    device = SimpleNamespace(num_processors=132, shared_bytes=227 << 10)
     for query_len in (1, 2, 5, 17):
         for num_rows in range(1, 520):
-            tuning = tune_latents(num_rows, num_heads, query_len, device.num_processors)
+            tuning = tune_latents(num_rows, num_heads, query_len, device)
             heads = -(-num_heads // tuning.num_shares)
             assert heads * query_len <= 64
             assert heads * tuning.num_shares >= num_heads
