@@ -104,15 +104,17 @@ class BlockPool:
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Assert that every block is free or in the block tables as often as counted, and never doubly writable."""
         users = Counter(block for table in block_tables for block in table)
-        assert NULL_BLOCK not in users, "the null block is owned"
-        assert all(users[block] == count for block, count in enumerate(self._num_users)), "a user count is wrong"
-        unused = {block for block, count in enumerate(self._num_users) if not count and block != NULL_BLOCK}
-        assert len(self._blank) == len(set(self._blank)), "a block is free twice"
-        assert unused == set(self._blank) ^ set(self._evictable), "a block leaked, or is both free and cached"
-        assert all(block in self._cache for block in self._evictable)
-        assert not any(block in self._cache for block in self._blank)
-        assert all(block in self._cache for block, count in users.items() if count > 1), "two writers of one block"
         self._cache.check_integrity()
+        assert NULL_BLOCK not in users, "the null block is owned"
+        counts = [0] * len(self._num_users)  # tests check every step: no Python per block of a large cache
+        for block, count in users.items():
+            counts[block] = count
+        assert counts == self._num_users, "a user count is wrong"
+        held = sorted([*self._blank, *self._evictable, *users])
+        assert held == list(range(NULL_BLOCK + 1, len(counts))), "a block leaked, or is free twice"
+        cached = set(self._cache.block_of.values())
+        assert self._evictable.keys() <= cached <= self._evictable.keys() | users.keys(), "a blank block is cached"
+        assert all(block in cached for block, count in users.items() if count > 1), "two writers of one block"
         self._in_cpu_memory.check_integrity()
 
 

@@ -51,7 +51,7 @@ def _full(*values):
     return pytest.param(*values, marks=pytest.mark.full)
 
 
-@pytest.mark.parametrize(("count", "num_stages"), [(2, 1), (2, 2), _full(3, 2), _full(4, 1), _full(4, 3), _full(3, 1)])
+@pytest.mark.parametrize(("count", "num_stages"), [(2, 2), *map(_full, (2, 3, 4, 4, 3), (1, 2, 1, 3, 1))])
 @pytest.mark.parametrize(
     "family",
     [

@@ -18,7 +18,7 @@ from answer_comparison import MAX_LOGPROB_GAP, Comparison
 from foreseeing import Foreseeing
 from handing_over import Answer, MortalEngines
 from request_kinds import make_with_tokens, requests_of_all_kinds, tokenizer
-from sizes import sized
+from sizes import IS_FULL, sized
 
 from raypp import LLM, SamplingParams
 from raypp.config.engine_config import EngineConfig
@@ -123,11 +123,15 @@ def test_texts_stay_whatever_happens(name, group, undisturbed_of, monkeypatch):
         met["refused"] += stats.num_accepted_tokens < stats.num_draft_tokens
         comparison.compare(answers, undisturbed)
     print(f"\n{dict(met)}: {comparison.num_tokens} tokens are equal, {comparison.num_excused} near-ties excused")
+    if not IS_FULL:
+        what = ("handed over", "preempted", "late masks", "hits", "accepted", "refused")
+        assert all(met[each] for each in what), "another seed is needed in CI"
     assert comparison.num_excused <= max(1, comparison.num_tokens // 1000)
 
 
-@pytest.mark.parametrize("count", [2, _full(3), _full(4)])
-@pytest.mark.parametrize("rate", [0.7, *map(_full, (0.0, 0.3, 1.0))])
+@pytest.mark.full  # one engine at one rate; those of CI, above, meet all of it
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("rate", RATES)
 def test_texts_stay_with_drafts_and_late_masks(count, rate, undisturbed_of, monkeypatch):
     """All kinds of requests on a tight cache: drafts of a known rate are right, and masks come late."""
     path, undisturbed = undisturbed_of(IN_CI)
@@ -136,7 +140,7 @@ def test_texts_stay_with_drafts_and_late_masks(count, rate, undisturbed_of, monk
         speculation, "_proposer", lambda spec, tokens, *_: Foreseeing(texts, tokens, rate, spec.max_drafts)
     )
     comparison, met = Comparison(path), Counter[str]()
-    for num_stages in sized((2,), (1, 2, 3)):
+    for num_stages in (1, 2, 3):
         settings = {
             "tensor_parallel_size": count,
             "num_stages": num_stages,
@@ -168,7 +172,7 @@ def test_answers_of_the_api_stay_when_the_engine_dies(count, num_stages):
         {"n": 2, "temperature": 1.0, "top_p": 0.9, "seed": 2, "bad_words": ["self"]},
         {"temperature": 0.0, "logprobs": 1, "repetition_penalty": 1.2},
     ]
-    params = [SamplingParams(**({"max_tokens": 120, "ignore_eos": True} | kind)) for kind in kinds]
+    params = [SamplingParams(**({"max_tokens": sized(40, 120), "ignore_eos": True} | kind)) for kind in kinds]
 
     handles: list[ThreadedEngine] = []
 
@@ -187,7 +191,7 @@ def test_answers_of_the_api_stay_when_the_engine_dies(count, num_stages):
         pending = pool.submit(llm.generate, prompts, params)
         for life in range(2):
             ends = time.monotonic() + WAIT_S
-            while (stats := llm.stats())["recoveries"]["count"] < life or stats.get("num_generated_tokens", 0) < 60:
+            while (stats := llm.stats())["recoveries"]["count"] < life or stats.get("num_generated_tokens", 0) < 20:
                 assert time.monotonic() < ends, "never: tokens"
             handles[-1].kill_stage(0)
         found = pending.result(WAIT_S)

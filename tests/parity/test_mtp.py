@@ -65,9 +65,9 @@ def test_n_grams_and_the_models_own_head_draft_together(tmp_path) -> None:
     plain = [request.output_token_ids for request in run(target, asked, num_stages=2)[0]]
     found = [
         [request.output_token_ids for request in run(target, asked, num_stages=2, speculative={"method": method})[0]]
-        for method in ("auto", "mtp")
+        for method in sized(("auto",), ("auto", "mtp"))  # the head alone is above
     ]
-    assert found == [plain, plain]
+    assert found == [plain] * len(found)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.full)])

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from engine_listener import EngineListener
 from leftovers import actor_processes, listening_ports, raypp_processes, unused_shared_memory, wait_until_gone
 from ray import cloudpickle
 from recovery_campaign import Report, picture_engine, run_campaign, text_engine
+from sizes import sized
 
 from raypp import LLM, SamplingParams, StageDiedError
 from raypp.actors.engine_actors import EngineHandle, launch_engine
@@ -47,14 +49,21 @@ def _wait_for(condition: Callable[[], object], what: str) -> None:
 
 
 def _params(max_tokens: int) -> list[SamplingParams]:
+    kinds: list[dict[str, Any]] = [
+        {"n": 2, "temperature": 0.7},
+        {"temperature": 0.7, "frequency_penalty": 0.5, "logprobs": 1},
+        {"stop": ["zzz"], "prompt_logprobs": 1},
+        {"temperature": 0.7, "ignore_eos": False, "structured_outputs": {"regex": f"[a-z ]{{{4 * max_tokens}}}"}},
+    ]
     return [
-        SamplingParams(max_tokens=max_tokens, temperature=0.7 * (i % 2), seed=i, ignore_eos=True)
-        for i in range(len(PROMPTS))
+        SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "seed": i, "ignore_eos": True} | kind)
+        for i, kind in enumerate(kinds)
     ]
 
 
-def _tokens(llm: LLM, max_tokens: int) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, _params(max_tokens))]
+def _tokens(llm: LLM, max_tokens: int) -> list[list[list[int]]]:
+    outputs = llm.generate(PROMPTS, _params(max_tokens))
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
 class _Watched:
@@ -71,12 +80,13 @@ class _Watched:
 
 @pytest.mark.parametrize("transport", ["gloo", pytest.param("ray_collective", marks=pytest.mark.full)])
 def test_texts_stay_and_other_stages_are_kept_when_a_member_dies_or_freezes(transport: str) -> None:
-    num_tokens = 160
+    num_tokens = sized(64, 160)
     with LLM("tiny", launch=launch_in_threads) as llm:
         right = _tokens(llm, num_tokens)
     before, watched = raypp_processes(), _Watched()
     memory_before = unused_shared_memory()
     options = {"transport": transport, "mode": "full_and_piecewise"}  # padded steps, called
+    options |= {"max_num_seqs": 8, "max_num_batched_tokens": 32}  # few sizes to warm up
     with LLM("tiny", launch=watched.launch, max_engine_restarts=3, **options, **MEMBERS, **FAULTS) as llm:
         assert len(llm.processes()["stages"]) == 2 * NUM_MEMBERS
         num_ports = {pid: len(listening_ports(pid)) for pid in llm.processes()["stages"]}
@@ -85,7 +95,7 @@ def test_texts_stay_and_other_stages_are_kept_when_a_member_dies_or_freezes(tran
             num_before = llm.stats()["num_generated_tokens"]
             with ThreadPoolExecutor(1) as pool:
                 pending = pool.submit(_tokens, llm, num_tokens)
-                _wait_for(lambda n=num_before: llm.stats()["num_generated_tokens"] > n + 40, "tokens")
+                _wait_for(lambda n=num_before: llm.stats()["num_generated_tokens"] > n + 20, "tokens")
                 hit_s = time.monotonic()
                 listener.hears("lost", "back", after=lambda pid=old[index], number=number: os.kill(pid, number))
                 assert pending.result(WAIT_S) == right
@@ -143,6 +153,7 @@ def test_a_member_that_cannot_start_is_named(deed: str, words: str) -> None:
     assert not wait_until_gone(set(actor_processes()) - before, WAIT_S)
 
 
+@pytest.mark.full  # all kinds of requests; a few are above
 def test_requests_outlive_members() -> None:
     setting = text_engine("members", ("stage 3",), **MEMBERS)
     few = tuple(one for one in setting.asked if one.name in KINDS)

@@ -23,7 +23,9 @@ NAMES = {
 
 
 def test_requests_outlive_their_engine() -> None:
-    setting = text_engine("n-grams", speculative={"method": "ngram", "min_n": 1, "num_speculative_tokens": 3})
+    setting = text_engine(
+        "n-grams", num_stages=2, speculative={"method": "ngram", "min_n": 1, "num_speculative_tokens": 3}
+    )
     few = tuple(one for one in setting.asked if one.name in NAMES)
     assert len(few) == len(NAMES)
     setting = replace(setting, asked=few, deaths=("stage 1", "driver"))
