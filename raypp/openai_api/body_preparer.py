@@ -118,7 +118,7 @@ class BodyPreparer:
         """
         prompts = PicturePrompts(self.tokenizer, self._pictures)
         rendering, max_kept = request.rendering(self.syntax), request.max_kept(self._max_model_len)
-        messages = request.conversation(takes_images=self._pictures is not None)
+        messages = self.syntax.shown_messages(request.conversation(takes_images=self._pictures is not None))
 
         def encode(messages: Sequence[ChatMessage]) -> EncodedPrompt:
             return prompts.chat(messages, rendering, max_kept=max_kept)

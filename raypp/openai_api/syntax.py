@@ -411,6 +411,9 @@ class ThoughtSyntax:
     """A whole thought, as a form writes it in front of an answer, with `$thought`."""
     answer: str = "$answer"
     """An answer that is neither thought nor call, as a form writes it, with `$answer`."""
+    template_field: str = ""
+    """What chat templates call the thought of an earlier message. Beside tool calls they take either that or content:
+    the content is put behind the thought. Empty: `reasoning_content`, beside whatever else the message has."""
     in_template: tuple[str, ...] = ()
     """A chat template that has all of these is of such a model. Empty: no template tells."""
     in_vocabulary: tuple[str, ...] = ()
@@ -504,6 +507,15 @@ class MessageSyntax:
     template_switches: frozenset[str] = frozenset()
     """What of `enable_thinking` and `reasoning_effort` the chat template reads."""
 
+    def shown_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages with their thoughts where the chat template looks for them.
+
+        Args:
+            messages: As `plain_conversation` returns them.
+        """
+        name = self.thoughts.template_field if self.thoughts is not None else ""
+        return [_with_thought(message, name) if name else message for message in messages]
+
     def shown_tokens(self, *, calls: bool) -> tuple[int, ...]:
         """Return the special tokens that have to be in the text to read it.
 
@@ -513,6 +525,16 @@ class MessageSyntax:
         read = (self.thoughts, self.calls if calls else None)
         literals = [text for syntax in read if syntax is not None for text in syntax.literals()]
         return tuple(token_id for text, token_id in self.special_tokens.items() if uses(literals, text))
+
+
+def _with_thought(message: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a message whose thought has this name, alone beside tool calls."""
+    thought, content = message.get("reasoning_content"), message.get("content")
+    if not thought:
+        return message
+    if message.get("tool_calls") and isinstance(content, str) and content:
+        return {**message, name: f"{thought}\n\n{content}", "content": ""}
+    return {**message, name: thought}
 
 
 PLAIN_SYNTAX = MessageSyntax()

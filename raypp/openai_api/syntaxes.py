@@ -127,6 +127,7 @@ GPT_OSS_THOUGHTS = ThoughtSyntax(
     dropped=(*_harmony(""), *marks("<|end|>", "<|call|>", "<|return|>")),
     thought="<|channel|>analysis<|message|>$thought<|end|><|start|>assistant",
     answer="<|channel|>final<|message|>$answer",
+    template_field="thinking",
     in_template=("<|channel|>", "<|message|>", "<|call|>"),
     in_vocabulary=("<|channel|>", "<|message|>", "<|call|>"),
 )
