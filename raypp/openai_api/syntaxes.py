@@ -9,6 +9,11 @@ qwen3_coder       <tool_call> <function=f> <parameter=x> 1 </parameter> </functi
 glm45             <tool_call>f <arg_key>x</arg_key> <arg_value>1</arg_value> </tool_call>
 gemma4            <|tool_call>call:f{x:<|"|>1<|"|>,n:1}<tool_call|>
 minimax_m2        <minimax:tool_call> <invoke name="f"> <parameter name="x">1</parameter> </invoke> </minimax:tool_call>
+
+The published library for gpt-oss's channels, openai-harmony, is the reference of a test
+(`tests/unit/openai_api/channel_texts.py`), not the parser: it downloads a vocabulary of its own, reads the token ids of
+that alone, and stops with an error where a model leaves out a header. Forms, stop strings and the count of thoughts
+need the marks besides.
 """
 
 from __future__ import annotations
