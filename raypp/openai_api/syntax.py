@@ -451,6 +451,8 @@ class CallSyntax:
     """All calls of an answer as a form writes them, with `$calls`."""
     separator: str | None = None
     """Between the calls of one answer that is held to a form; None: such an answer has one call."""
+    needs_descriptions: bool = False
+    """Whether the chat template fails where a function has no description: an empty one is shown then."""
     in_template: tuple[str, ...] = ()
     """A chat template that has all of these is of such a model. Empty: no template tells."""
     in_vocabulary: tuple[str, ...] = ()

@@ -122,6 +122,7 @@ GPT_OSS_CALLS = CallSyntax(
     end="<|call|>",
     call="<|channel|>commentary to=functions.$name <|constrain|>json<|message|>$arguments",
     separator=None,  # the end of a call ends the text
+    needs_descriptions=True,
     in_template=("<|channel|>", "<|message|>", "<|call|>"),
     in_vocabulary=("<|channel|>", "<|message|>", "<|call|>"),
 )

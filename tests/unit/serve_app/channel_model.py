@@ -17,11 +17,14 @@ RENAMED = {
     "<|video_pad|>": "<|constrain|>",
 }
 # As gpt-oss's own: a thought is `thinking`, and beside a call that or content, shown until an answer follows; results
-# name the last call's function.
+# name the last call's function; each function has a description.
 TEMPLATE = """{{- '<|start|>system<|message|>Reasoning: ' ~ (reasoning_effort or 'medium') ~ '<|end|>' -}}
 {%- if tools -%}
 {{- '<|start|>developer<|message|>' -}}
-{%- for tool in tools -%}{{ 'type ' ~ tool.function.name ~ ' = (_: any) => any;\\n' }}{%- endfor -%}
+{%- for tool in tools -%}
+{{- '// ' + tool.function.description + '\\n' -}}
+{{- 'type ' ~ tool.function.name ~ ' = (_: any) => any;\\n' -}}
+{%- endfor -%}
 {{- '<|end|>' -}}
 {%- endif -%}
 {%- set last = namespace(name=none) -%}
