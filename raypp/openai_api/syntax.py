@@ -450,7 +450,8 @@ class CallSyntax:
     calls: str = "$calls"
     """All calls of an answer as a form writes them, with `$calls`."""
     separator: str | None = None
-    """Between the calls of one answer that is held to a form; None: such an answer has one call."""
+    """Between the calls of one answer that is held to a form; None: such an answer has one call, as have the messages
+    that the chat template is shown."""
     needs_descriptions: bool = False
     """Whether the chat template fails where a function has no description: an empty one is shown then."""
     in_template: tuple[str, ...] = ()
@@ -509,15 +510,6 @@ class MessageSyntax:
     template_switches: frozenset[str] = frozenset()
     """What of `enable_thinking` and `reasoning_effort` the chat template reads."""
 
-    def shown_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages with their thoughts where the chat template looks for them.
-
-        Args:
-            messages: As `plain_conversation` returns them.
-        """
-        name = self.thoughts.template_field if self.thoughts is not None else ""
-        return [_with_thought(message, name) if name else message for message in messages]
-
     def shown_tokens(self, *, calls: bool) -> tuple[int, ...]:
         """Return the special tokens that have to be in the text to read it.
 
@@ -527,16 +519,6 @@ class MessageSyntax:
         read = (self.thoughts, self.calls if calls else None)
         literals = [text for syntax in read if syntax is not None for text in syntax.literals()]
         return tuple(token_id for text, token_id in self.special_tokens.items() if uses(literals, text))
-
-
-def _with_thought(message: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a message whose thought has this name, alone beside tool calls."""
-    thought, content = message.get("reasoning_content"), message.get("content")
-    if not thought:
-        return message
-    if message.get("tool_calls") and isinstance(content, str) and content:
-        return {**message, name: f"{thought}\n\n{content}", "content": ""}
-    return {**message, name: thought}
 
 
 PLAIN_SYNTAX = MessageSyntax()

@@ -11,6 +11,7 @@ import pytest
 from channel_texts import FILE as CHANNEL_TEXTS
 from test_call_values import as_gemma_writes, as_written, call_of
 
+from raypp.openai_api.chat_messages import shown_messages
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.error_bodies import parse_body
 from raypp.openai_api.syntax import CallSyntax, GemmaArguments, MessageSyntax, XmlParameters
@@ -120,7 +121,7 @@ def test_a_conversation_over_several_turns(name: str) -> None:
         messages += [answer | ({"tool_calls": of_calls} if of_calls else {})]
         messages += [{"role": "tool", "tool_call_id": "123456789", "content": "1"} for _ in calls] or [HELLO]
     given = parse_body(ChatRequest, {"messages": messages, "tools": TOOLS}).conversation(takes_images=False)
-    shown = [message for message in syntax.shown_messages(given) if message["role"] == "assistant"]
+    shown = [message for message in shown_messages(given, syntax) if message["role"] == "assistant"]
     assert [[call["function"]["arguments"] for call in message.get("tool_calls", ())] for message in shown] == [
         turn[2] for turn in turns
     ]
@@ -131,6 +132,22 @@ def test_a_conversation_over_several_turns(name: str) -> None:
         assert thoughts == [thought for thought, _, _ in turns]
         assert shown[0]["content"] == "I look."
     assert shown[2]["content"] == 'It is "12".'
+
+
+@pytest.mark.parametrize("name", CALL_SYNTAXES)
+def test_templates_that_take_one_call_are_shown_one_in_each_message(name: str) -> None:
+    """Each with its result behind it, whatever the order in which the results were sent."""
+    calls = [{"id": of, "type": "function", "function": {"name": of, "arguments": "{}"}} for of in "abc"]
+    both = {"role": "assistant", "content": "I look.", "tool_calls": calls[:2]}
+    results = {of: {"role": "tool", "tool_call_id": of, "content": of} for of in "abc"}
+    later = {"role": "assistant", "content": "", "tool_calls": calls[2:]}
+    messages = [HELLO, both, results["b"], results["a"], HELLO, later, results["c"], HELLO]
+    shown = shown_messages(messages, MessageSyntax(calls=CALL_SYNTAXES[name]))
+    if name not in ("gpt_oss", "llama3_json"):
+        assert shown == messages
+        return
+    first, second = {**both, "tool_calls": calls[:1]}, {**later, "tool_calls": calls[1:2]}
+    assert shown == [HELLO, first, results["a"], second, results["b"], HELLO, later, results["c"], HELLO]
 
 
 CHANNELS = MessageSyntax(calls=CALL_SYNTAXES["gpt_oss"], thoughts=THOUGHT_SYNTAXES["gpt_oss"])
