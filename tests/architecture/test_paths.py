@@ -45,7 +45,7 @@ MAX_STATEMENTS = {
     "raypp/grammar": 1_475,
     "raypp/graphs": 420,
     "raypp/models": 3_940,  # with transformers' modules, kernels in their place; gated delta nets; five more families
-    "raypp/openai_api": 2_712,  # with calls of GLM, MiniMax and Gemma; what templates of gpt-oss and Llama take
+    "raypp/openai_api": 2_711,  # with calls of GLM, MiniMax and Gemma; what templates of gpt-oss and Llama take
     "raypp/ops": 5_820,  # with caches by layer; states of rows, in torch and Triton; members sum, and choose by parts
     "raypp/pictures": 690,
     "raypp/plan": 1_685,  # numbers of stages and members are compared; each GPU counts as what it is

@@ -14,6 +14,7 @@ from test_call_values import as_gemma_writes, as_written, call_of
 from raypp.openai_api.chat_messages import shown_messages
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.error_bodies import parse_body
+from raypp.openai_api.message_parser import CallDelta
 from raypp.openai_api.syntax import CallSyntax, GemmaArguments, MessageSyntax, XmlParameters
 from raypp.openai_api.syntaxes import CALL_SYNTAXES, THOUGHT_SYNTAXES
 
@@ -132,6 +133,20 @@ def test_a_conversation_over_several_turns(name: str) -> None:
         assert thoughts == [thought for thought, _, _ in turns]
         assert shown[0]["content"] == "I look."
     assert shown[2]["content"] == 'It is "12".'
+
+
+def test_thoughts_content_and_calls_keep_their_order_in_any_pieces() -> None:
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 1}<|call|>'
+    text = START.join([f"<|channel|>commentary<|message|>I look.<|end|>{START}{call}",
+        "<|channel|>analysis<|message|>so<|end|>", "<|channel|>final<|message|>It is.<|return|>"])  # fmt: skip
+    for num_chars in (1, 7, 1000):
+        parser, found = request().parser(CHANNELS, begun=START), list[str]()
+        for at in range(0, len(text), num_chars):
+            pieces = parser.feed(text[at : at + num_chars], is_last=at + num_chars >= len(text)).pieces
+            found += ("call" if isinstance(piece, CallDelta) else piece[0] for piece in pieces)
+        assert [kind for kind, before in zip(found, ["", *found], strict=False) if kind != before] == [
+            *("content", "call", "reasoning", "content")
+        ]
 
 
 @pytest.mark.parametrize("name", CALL_SYNTAXES)
