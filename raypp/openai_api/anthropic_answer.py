@@ -169,7 +169,7 @@ class MessageBlocks:
 
     def add(self, delta: MessageDelta) -> Iterator[Event]:
         """Add what is new, and yield the events that tell of it."""
-        for piece in delta.in_order():
+        for piece in delta.pieces:
             if isinstance(piece, CallDelta):
                 text = piece.arguments
                 if piece.name is not None:

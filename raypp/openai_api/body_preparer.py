@@ -18,6 +18,7 @@ from raypp.errors import RequestError, page
 from raypp.messages import Int32s
 from raypp.openai_api.anthropic_answer import PreparedMessage
 from raypp.openai_api.anthropic_request import MessagesFields, MessagesRequest
+from raypp.openai_api.chat_messages import shown_messages
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.from_outputs import Prepared, PreparedChat, PreparedCompletion, TokenNames
@@ -118,7 +119,7 @@ class BodyPreparer:
         """
         prompts = PicturePrompts(self.tokenizer, self._pictures)
         rendering, max_kept = request.rendering(self.syntax), request.max_kept(self._max_model_len)
-        messages = request.conversation(takes_images=self._pictures is not None)
+        messages = shown_messages(request.conversation(takes_images=self._pictures is not None), self.syntax)
 
         def encode(messages: Sequence[ChatMessage]) -> EncodedPrompt:
             return prompts.chat(messages, rendering, max_kept=max_kept)

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from raypp.api.conversation import plain_conversation
 from raypp.errors import RequestError
 from raypp.openai_api.request_fields import Entries, LenientModel
+from raypp.openai_api.syntax import MessageSyntax
 
 
 class TextPart(LenientModel):
@@ -151,3 +152,41 @@ def _fields_of(message: Message) -> dict[str, Any]:
     if fields["role"] == "function":
         fields["role"] = "tool"
     return fields
+
+
+def shown_messages(messages: Sequence[dict[str, Any]], syntax: MessageSyntax) -> list[dict[str, Any]]:
+    """Return messages as the chat template takes them: thoughts where it looks for them, maybe one call in each.
+
+    Args:
+        messages: As `conversation_of` returns them.
+        syntax: The model's.
+    """
+    name = syntax.thoughts.template_field if syntax.thoughts is not None else ""
+    shown = [_with_thought(message, name) if name else message for message in messages]
+    return _with_one_call(shown) if syntax.calls is not None and syntax.calls.separator is None else shown
+
+
+def _with_thought(message: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a message whose thought has this name, alone beside tool calls."""
+    thought, content = message.get("reasoning_content"), message.get("content")
+    if not thought:
+        return message
+    if message.get("tool_calls") and isinstance(content, str) and content:
+        return {**message, name: f"{thought}\n\n{content}", "content": ""}
+    return {**message, name: thought}
+
+
+def _with_one_call(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with one call each. The result that names a call stands behind it."""
+    groups, of_call = list[list[dict[str, Any]]](), dict[str, list[dict[str, Any]]]()
+    for message in messages:
+        if (group := of_call.get(message.get("tool_call_id") or "")) is not None:
+            group.append(message)
+            continue
+        calls = message.get("tool_calls") or []
+        parts = [{"role": message["role"], "content": "", "tool_calls": [call]} for call in calls[1:]]
+        for part in [{**message, "tool_calls": calls[:1]} if parts else message, *parts]:
+            groups.append([part])
+            if calls and (call_id := part["tool_calls"][0].get("id")):
+                of_call[call_id] = groups[-1]
+    return [message for group in groups for message in group]

@@ -388,6 +388,9 @@ class ChatRequest(CompletionFields):
             )
         if self.tool_use is not None:
             kwargs["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools or tools_of(self.functions)]
+            if syntax.calls is not None and syntax.calls.needs_descriptions:
+                for tool in kwargs["tools"]:
+                    tool["function"].setdefault("description", "")
         return Rendering(
             chat_template_kwargs=kwargs,
             add_generation_prompt=self.add_generation_prompt is not False,

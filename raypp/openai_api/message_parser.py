@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from string import ascii_letters, digits
@@ -125,7 +125,6 @@ class CallDelta:
     id: str | None = None  # with the first one
     name: str | None = None  # likewise
     arguments: str = ""
-    num_chars_before: int = 0  # of the content that is new with it
     is_whole: bool = False  # whether its arguments end with these, and are a JSON object
 
     def plain(self) -> dict[str, Any]:
@@ -140,25 +139,34 @@ class CallDelta:
 class MessageDelta:
     """What is new of a message."""
 
-    reasoning: str = ""
-    content: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
+    pieces: list[tuple[Literal["reasoning", "content"], str] | CallDelta] = field(default_factory=list)
+    """In the order in which the model wrote them: texts with their kind, and calls. No two texts of a kind follow."""
 
     def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.calls)
+        return bool(self.pieces)
 
-    def in_order(self) -> Iterator[tuple[Literal["reasoning", "content"], str] | CallDelta]:
-        """Yield what is new in the order in which the model wrote it: texts with their kind, and calls."""
-        if self.reasoning:
-            yield "reasoning", self.reasoning
-        num_told = 0
-        for call in self.calls:
-            if before := self.content[num_told : call.num_chars_before]:
-                yield "content", before
-                num_told = call.num_chars_before
-            yield call
-        if rest := self.content[num_told:]:
-            yield "content", rest
+    def add_text(self, kind: Literal["reasoning", "content"], text: str) -> None:
+        """Add what is new of a text."""
+        last = self.pieces[-1] if self.pieces else None
+        if isinstance(last, tuple) and last[0] == kind:
+            self.pieces[-1] = kind, last[1] + text
+        elif text:
+            self.pieces.append((kind, text))
+
+    @property
+    def reasoning(self) -> str:
+        """All that is new of thoughts."""
+        return "".join(piece[1] for piece in self.pieces if isinstance(piece, tuple) and piece[0] == "reasoning")
+
+    @property
+    def content(self) -> str:
+        """All that is new of the content."""
+        return "".join(piece[1] for piece in self.pieces if isinstance(piece, tuple) and piece[0] == "content")
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        """What is new of calls."""
+        return [piece for piece in self.pieces if isinstance(piece, CallDelta)]
 
     def plain(self, *, as_function_call: bool = False) -> dict[str, Any]:
         """Return it in OpenAI's shape, without what is empty.
@@ -277,7 +285,7 @@ class MessageParser:
         while self._go_on(delta, is_last):
             pass
         if self._must_call:
-            delta.content = ""
+            delta.pieces = [piece for piece in delta.pieces if isinstance(piece, CallDelta) or piece[0] != "content"]
             self.content_spans.clear()
         return delta
 
@@ -313,7 +321,7 @@ class MessageParser:
 
     def _think(self, delta: MessageDelta, is_last: bool) -> bool:
         before, found = self._taken(self._thought_ends, is_last)
-        delta.reasoning += before.rstrip() if is_last and found is None else before
+        delta.add_text("reasoning", before.rstrip() if is_last and found is None else before)
         if found is not None:
             self._enter(self._behind_thoughts, self._rest)
         return found is not None
@@ -408,7 +416,7 @@ class MessageParser:
 
     def _begin_arguments(self, delta: MessageDelta, name: str) -> None:
         call_id = "".join(_RANDOM.choices(ascii_letters + digits, k=_NUM_ID_CHARS))
-        delta.calls.append(CallDelta(self.num_calls, call_id, name, num_chars_before=len(delta.content)))
+        delta.pieces.append(CallDelta(self.num_calls, call_id, name))
         self.num_calls += 1
         self._arguments, self._argument_pieces = self._new_arguments(name), []
 
@@ -427,9 +435,10 @@ class MessageParser:
     def _add_arguments(self, delta: MessageDelta, arguments: str, *, is_complete: bool) -> None:
         if not (arguments or is_complete):
             return
-        if not delta.calls or delta.calls[-1].index != self.num_calls - 1:
-            delta.calls.append(CallDelta(self.num_calls - 1, num_chars_before=len(delta.content)))
-        call = delta.calls[-1]
+        call = next((piece for piece in reversed(delta.pieces) if isinstance(piece, CallDelta)), None)
+        if call is None or call.index != self.num_calls - 1:
+            call = CallDelta(self.num_calls - 1)
+            delta.pieces.append(call)
         call.arguments += arguments
         self._argument_pieces.append(arguments)
         if is_complete:
@@ -440,7 +449,7 @@ class MessageParser:
         """Add content that ends so many characters behind the text's beginning."""
         if not content:
             return
-        delta.content += content
+        delta.add_text("content", content)
         start = end - len(content)
         if self.content_spans and self.content_spans[-1][1] == start:
             start = self.content_spans.pop()[0]

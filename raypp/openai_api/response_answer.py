@@ -194,7 +194,7 @@ class ResponseItems:
             delta: What is new.
             logprobs: Of the tokens that came with it, in OpenAI's shape; they go with its first text.
         """
-        for piece in delta.in_order():
+        for piece in delta.pieces:
             if isinstance(piece, CallDelta):
                 yield from self._add_call(piece)
             elif piece[0] == "reasoning":

@@ -411,6 +411,9 @@ class ThoughtSyntax:
     """A whole thought, as a form writes it in front of an answer, with `$thought`."""
     answer: str = "$answer"
     """An answer that is neither thought nor call, as a form writes it, with `$answer`."""
+    template_field: str = ""
+    """What chat templates call the thought of an earlier message. Beside tool calls they take either that or content:
+    the content is put behind the thought. Empty: `reasoning_content`, beside whatever else the message has."""
     in_template: tuple[str, ...] = ()
     """A chat template that has all of these is of such a model. Empty: no template tells."""
     in_vocabulary: tuple[str, ...] = ()
@@ -447,7 +450,10 @@ class CallSyntax:
     calls: str = "$calls"
     """All calls of an answer as a form writes them, with `$calls`."""
     separator: str | None = None
-    """Between the calls of one answer that is held to a form; None: such an answer has one call."""
+    """Between the calls of one answer that is held to a form; None: such an answer has one call, as have the messages
+    that the chat template is shown."""
+    needs_descriptions: bool = False
+    """Whether the chat template fails where a function has no description: an empty one is shown then."""
     in_template: tuple[str, ...] = ()
     """A chat template that has all of these is of such a model. Empty: no template tells."""
     in_vocabulary: tuple[str, ...] = ()

@@ -9,6 +9,11 @@ qwen3_coder       <tool_call> <function=f> <parameter=x> 1 </parameter> </functi
 glm45             <tool_call>f <arg_key>x</arg_key> <arg_value>1</arg_value> </tool_call>
 gemma4            <|tool_call>call:f{x:<|"|>1<|"|>,n:1}<tool_call|>
 minimax_m2        <minimax:tool_call> <invoke name="f"> <parameter name="x">1</parameter> </invoke> </minimax:tool_call>
+
+The published library for gpt-oss's channels, openai-harmony, is the reference of a test
+(`tests/unit/openai_api/channel_texts.py`), not the parser: it downloads a vocabulary of its own, reads the token ids of
+that alone, and stops with an error where a model leaves out a header. Forms, stop strings and the count of thoughts
+need the marks besides.
 """
 
 from __future__ import annotations
@@ -117,6 +122,7 @@ GPT_OSS_CALLS = CallSyntax(
     end="<|call|>",
     call="<|channel|>commentary to=functions.$name <|constrain|>json<|message|>$arguments",
     separator=None,  # the end of a call ends the text
+    needs_descriptions=True,
     in_template=("<|channel|>", "<|message|>", "<|call|>"),
     in_vocabulary=("<|channel|>", "<|message|>", "<|call|>"),
 )
@@ -127,6 +133,7 @@ GPT_OSS_THOUGHTS = ThoughtSyntax(
     dropped=(*_harmony(""), *marks("<|end|>", "<|call|>", "<|return|>")),
     thought="<|channel|>analysis<|message|>$thought<|end|><|start|>assistant",
     answer="<|channel|>final<|message|>$answer",
+    template_field="thinking",
     in_template=("<|channel|>", "<|message|>", "<|call|>"),
     in_vocabulary=("<|channel|>", "<|message|>", "<|call|>"),
 )

@@ -79,7 +79,7 @@ class RunningApp:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        llm = await AsyncLLM.create(launch=launch_in_threads, **{"model": "tiny", **ENGINE, **self._engine})
+        llm = await AsyncLLM.create(**{"launch": launch_in_threads, "model": "tiny", **ENGINE, **self._engine})
         metrics = EngineMetrics("tiny", self._replica, as_vllm=self._settings.vllm_metrics)
         self.context = make_context(llm, self._settings, metrics=metrics)
         self.app: FastAPI = make_http_app(self.context)
