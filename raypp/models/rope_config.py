@@ -58,9 +58,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncates: bool = True
     attention_factor: float = 1.0  # what cosines and sines are multiplied by
-    sharpness: float = (
-        1.0  # by `mscale_all_dim`: what both sides of scores are multiplied by, where keys are of latents
-    )
+    sharpness: float = 1.0  # by `mscale_all_dim`: of both sides of scores, where keys are of latents
     stretched_to: int = 0  # dynamic only: positions that the base is chosen for
     mrope_section: tuple[int, int, int] | None = None
     """Pairs of a head that turn with time, height and width (M-RoPE); None: all with the index alone."""

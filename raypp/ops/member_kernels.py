@@ -5,8 +5,8 @@
 
 The LM head gives the logits of the member's tokens, from which members choose together, see
 `raypp.ops.sample.vocabulary_part`. Everything else is by head, or alike on all members, and is that of the device's
-kernel set. All members call the same
-operations in the same order. Sums are in the order of ranks, so their bits are the same on all members.
+kernel set. All members call the same operations in the same order. Sums are in the order of ranks, so their bits are
+the same on all members.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ class VocabularyPart:
         pairs = torch.stack((values.view(torch.int32), (places + self.first).to(torch.int32)), 1)
         of_all = self.members.gathered(pairs)
         found, tokens = of_all[:, :, 0].view(torch.float32), of_all[:, :, 1]
+        found = found.nan_to_num(-torch.inf, torch.inf, -torch.inf)  # no token that is allowed, and noise
         highest = found.amax(0)
         return highest, tokens.masked_fill(found != highest, _NO_TOKEN).amin(0).to(torch.int64)
 
