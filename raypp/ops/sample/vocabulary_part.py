@@ -46,16 +46,16 @@ class VocabularyPart:
         return max(0, min(self.size, self.vocab_size - self.first))
 
     def best(self, values: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the largest value of any member, float32 [N], and the lowest token that has it, int64 [N].
+        """Return the largest value of any member, NaN if there is one, float32 [N], and the lowest such token, int64 [N].
 
         Shapes: values [N] float32, of this member; places [N], of its logits.
         """
         pairs = torch.stack((values.view(torch.int32), (places + self.first).to(torch.int32)), 1)
         of_all = self.members.gathered(pairs)
         found, tokens = of_all[:, :, 0].view(torch.float32), of_all[:, :, 1]
-        found = found.nan_to_num(-torch.inf, torch.inf, -torch.inf)  # no token that is allowed, and noise
         highest = found.amax(0)
-        return highest, tokens.masked_fill(found != highest, _NO_TOKEN).amin(0).to(torch.int64)
+        has_it = (found == highest) | found.isnan()  # which is the largest to torch, too
+        return highest, tokens.masked_fill(~has_it, _NO_TOKEN).amin(0).to(torch.int64)
 
     def chosen(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits of some tokens, of whichever members, [N, 1]. Shapes: logits [N, C]; tokens [N] int64."""
