@@ -46,7 +46,7 @@ class VocabularyPart:
         return max(0, min(self.size, self.vocab_size - self.first))
 
     def best(self, values: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the largest value of any member, NaN if there is one, float32 [N], and the lowest such token, int64 [N].
+        """Return the largest value of any member (NaN if there is one), float32 [N], and its lowest token, int64 [N].
 
         Shapes: values [N] float32, of this member; places [N], of its logits.
         """
