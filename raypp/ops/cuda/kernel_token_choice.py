@@ -215,8 +215,7 @@ class KernelTokenChoice(TokenChooser):
         highest, tokens = self.best(logits)
         if self._part is None:
             return tokens
-        highest, tokens = self._part.best(highest, tokens)
-        return tokens.masked_fill_(~(highest < torch.inf), -1)
+        return self._part.greedy(highest, tokens)
 
     def draw(
         self,

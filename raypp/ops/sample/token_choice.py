@@ -298,8 +298,7 @@ class TorchTokenChoice:
         """Return each position's most likely token."""
         if self._part is None:
             return sample_greedy(logits.own)
-        highest, tokens = self._part.best(*logits.own.max(dim=-1))
-        return tokens.masked_fill_(~(highest < torch.inf), -1)
+        return self._part.greedy(*logits.own.max(dim=-1))
 
     def draw(
         self,

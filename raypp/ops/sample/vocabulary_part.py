@@ -57,6 +57,11 @@ class VocabularyPart:
         has_it = (found == highest) | found.isnan()  # which is the largest to torch, too
         return highest, tokens.masked_fill(~has_it, _NO_TOKEN).amin(0).to(torch.int64)
 
+    def greedy(self, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of `best`, -1 where the logits were not finite, int64 [N]."""
+        highest, tokens = self.best(values, places)
+        return tokens.masked_fill_(~(highest < torch.inf), -1)
+
     def chosen(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits of some tokens, of whichever members, [N, 1]. Shapes: logits [N, C]; tokens [N] int64."""
         places = (tokens - self.first).unsqueeze(1)
