@@ -6,14 +6,19 @@ driver must not blame them.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from raypp.client_messages import error_from_dict, error_to_dict
 from raypp.errors import DeadlineError, EngineDeadError, RayppError, StageDiedError, name_process
 
+_LOG = logging.getLogger(__name__)
+
 
 def name_failure(index: int, num_members: int, error: BaseException) -> tuple[EngineDeadError, bool]:
     """Return what the error of a stage's process means for the engine, and whether that process is the cause.
+
+    The traceback of an error that raypp does not expect is logged.
 
     Args:
         index: See `name_process`.
@@ -34,6 +39,7 @@ def name_failure(index: int, num_members: int, error: BaseException) -> tuple[En
             hint=error.hint,
         )
     else:
+        _LOG.error("%s failed", name, exc_info=error)
         named = StageDiedError(f"{name} failed", stage_index=stage_index, got=f"{type(error).__name__}: {error}")
     return named, is_cause
 

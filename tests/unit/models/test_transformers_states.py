@@ -13,6 +13,7 @@ from transformers.models.lfm2 import modeling_lfm2
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ModelLoadError
 from raypp.models import config as config_module
+from raypp.models.asked import PROBE, asked
 from raypp.models.attention_config import ModulesConfig
 from raypp.models.sizes import state_bytes_per_row
 from raypp.models.transformers_probe import answer
@@ -50,12 +51,30 @@ def test_planned_bytes_are_what_is_allocated(model_type: str, dtype: str, tmp_pa
     assert "with a state per request" in describe_layers(plan.model)
 
 
+def test_kernels_of_an_installed_package_are_not_run_to_find_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "packages" / "fla" / "ops" / "gated_delta_rule"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("def chunk_gated_delta_rule(*_, **__):\n    raise RuntimeError('no GPU')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    assert "error" not in asked(PROBE, make_shrunken("qwen3_next", tmp_path / "model", head_dim=64))
+
+
 def test_blocks_that_take_no_memory_are_as_many_as_asked(tmp_path: Path) -> None:
     path, hardware = make_shrunken("mamba2", tmp_path), Hardware(2, 1 << 34, 1, "this one", 16 << 30, (9, 0))
-    for asked in (None, 5000):
-        more = {"device": "cuda", "dtype": "bfloat16", "num_kv_blocks": asked, "max_num_seqs": 4, "max_model_len": 64}
+    for num_blocks in (None, 5000):
+        more = {
+            "device": "cuda",
+            "dtype": "bfloat16",
+            "num_kv_blocks": num_blocks,
+            "max_num_seqs": 4,
+            "max_model_len": 64,
+        }
         config = EngineConfig.from_flat(str(path), model_impl="transformers", skip_tokenizer_init=True, **more)
-        assert plan_engine(config, hardware).num_blocks == (asked or 2 * 4 * 4 + 1)
+        assert plan_engine(config, hardware).num_blocks == (num_blocks or 2 * 4 * 4 + 1)
 
 
 def test_parts_of_a_state_that_are_in_32_bits_stay_so(tmp_path: Path) -> None:
