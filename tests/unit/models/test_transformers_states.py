@@ -65,16 +65,16 @@ def test_kernels_of_an_installed_package_are_not_run_to_find_out(
 
 def test_blocks_that_take_no_memory_are_as_many_as_asked(tmp_path: Path) -> None:
     path, hardware = make_shrunken("mamba2", tmp_path), Hardware(2, 1 << 34, 1, "this one", 16 << 30, (9, 0))
-    for num_blocks in (None, 5000):
+    for wanted in (None, 5000):
         more = {
             "device": "cuda",
             "dtype": "bfloat16",
-            "num_kv_blocks": num_blocks,
+            "num_kv_blocks": wanted,
             "max_num_seqs": 4,
             "max_model_len": 64,
         }
         config = EngineConfig.from_flat(str(path), model_impl="transformers", skip_tokenizer_init=True, **more)
-        assert plan_engine(config, hardware).num_blocks == (num_blocks or 2 * 4 * 4 + 1)
+        assert plan_engine(config, hardware).num_blocks == (wanted or 2 * 4 * 4 + 1)
 
 
 def test_parts_of_a_state_that_are_in_32_bits_stay_so(tmp_path: Path) -> None:
