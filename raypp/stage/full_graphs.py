@@ -65,6 +65,11 @@ class UploadRing:
             copy = self._copies[key] = self.values[:num_values], self._host[key[0]][:num_values]
         copy[0].copy_(copy[1], non_blocking=True)
 
+    def settle(self) -> None:
+        """Wait until what was queued is on the device. At start only: it has no deadline."""
+        if self.values.is_cuda:
+            torch.cuda.current_stream(self.values.device).synchronize()
+
 
 _WORD = torch.int64
 """Messages are moved in words: a byte per thread would take eight times as many threads. Their parts are aligned."""
@@ -177,6 +182,7 @@ class FullGraphs:
         padding, batch = self._padding_np[size.num_rows], self._batches[size]
         self._uploads.host[0, : len(padding)] = padding
         self._uploads.upload(0, len(padding))
+        self._uploads.settle()  # `run` may wait for other members: the next size would overwrite what is not copied yet
         self._num_rows = size.num_rows
         body, watched = partial(self._body, batch), self._watched_body(batch)
         self._graphs.record(FULL, ("body", *size), body, watched=watched)

@@ -10,7 +10,7 @@ from sizes import sized
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.stage.full_graphs import FullGraphs
+from raypp.stage.full_graphs import FullGraphs, UploadRing
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 
@@ -46,6 +46,29 @@ def test_recordings_yield_the_same_tokens(monkeypatch, num_stages, num_requests)
     assert _engine("full", **settings).generate(_prompts(num_requests), _params(num_requests)) == expected
     assert len(runs) > 5
     assert set(runs) <= {1, 2, 4, 6, 8, 12}
+
+
+def test_what_is_uploaded_while_graphs_are_recorded_arrives_before_the_next_is_written(monkeypatch):
+    """A stream may stand still meanwhile: a replay waits for the other members of the stage."""
+    pending, num_uploads = [], []
+    upload = UploadRing.upload
+
+    def queue(ring, step_id, num_values):
+        assert not pending, "the host writes over what is not copied yet"
+        pending.append((ring, step_id, num_values, ring.host[step_id].copy()))
+        num_uploads.append(num_values)
+
+    def settle(ring):
+        for _, step_id, num_values, written in pending:
+            assert (ring.host[step_id] == written).all()
+            upload(ring, step_id, num_values)
+        pending.clear()
+
+    monkeypatch.setattr(UploadRing, "upload", queue)
+    monkeypatch.setattr(UploadRing, "settle", settle)
+    _engine("full", max_num_seqs=12, max_num_batched_tokens=64, block_size=4)
+    assert len(num_uploads) > 3
+    assert not pending
 
 
 def test_preempted_rows_and_shrinking_steps():
