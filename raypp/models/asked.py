@@ -20,8 +20,8 @@ from typing import Any
 from raypp.errors import ModelLoadError
 
 PROBE = "raypp.models.transformers_probe"
-_MODULES = tuple(f"raypp.models.transformers_{name}" for name in ("model", "layers", "states"))
-TRUSTS_CODE = "--trust-remote-code"
+_MODULES = tuple(f"raypp.models.transformers_{name}" for name in ("model", "layers", "members", "states"))
+TRUSTS_CODE, HAS_MEMBERS = "--trust-remote-code", "--members"
 _TIMEOUT_S = 900.0
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
 

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from raypp.errors import ModelLoadError, page
+from raypp.errors import ConfigError, ModelLoadError, page
 from raypp.models.asked import PROBE, asked
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer, ModulesConfig
 from raypp.models.checkpoint_names import are_alike, file_of_tensor, has_safetensors, name_of_text, stored_tensors
@@ -387,7 +387,7 @@ def _transformers_config(
         vocab_size=found["vocab_size"],
         hidden_size=found["hidden_size"],
         intermediate_size=0,
-        attention=tuple(map(_measured_mixer, found["attention"], found["states"])),
+        **_measured(found),
         rms_norm_eps=0.0,
         qkv_bias=False,
         attention_output_bias=False,
@@ -398,12 +398,45 @@ def _transformers_config(
         dtype=read_dtype(text),
         quantization=None if quantization is None else quantization.renamed(name_of_text),
         eos_token_ids=_eos_token_ids(path, ConfigFields(text.file, {**text.values, "vocab_size": found["vocab_size"]})),
-        measured=tuple(
-            MeasuredLayer(**{**layer, **{name: tuple(map(tuple, layer[name])) for name in ("linears", "experts")}})
-            for layer in found["layers"]
-        ),
         trusts_code=trusts_code,
     )
+
+
+def member_of_modules(config: ModelConfig, path: Path, count: int) -> ModelConfig:
+    """Return the sizes of one of `count` members of a stage of transformers' modules; all but the vocabulary's are cut.
+
+    Args:
+        config: Whole.
+        path: The model's directory.
+        count: Of the members.
+
+    Raises:
+        ConfigError: the modules cannot be cut so.
+    """
+    found = asked(PROBE, path, str(count), trusts_code=config.trusts_code)
+    if (error := found.get("error")) is not None:
+        raise ConfigError(
+            f"transformers' modules cannot be cut for members of a stage: {error['message']}",
+            got=f"tensor_parallel_size={count}; {error['got']}",
+            expected=error.get("expected") or "tensor_parallel_size = 1",
+        )
+    part = replace(config, num_members=count, **_measured(found))
+    for whole, own in zip(config.attention, part.attention, strict=True):
+        heads = [each.attention.num_heads if each.attention is not None else 0 for each in (whole, own)]
+        assert heads[0] in (heads[1], count * heads[1]), "heads are cut evenly, or not at all"
+    return part
+
+
+def _measured(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is known of the layers of transformers' modules."""
+    pairs = ("linears", "experts")
+    return {
+        "attention": tuple(map(_measured_mixer, found["attention"], found["states"])),
+        "measured": tuple(
+            MeasuredLayer(**{**layer, **{name: tuple(map(tuple, layer[name])) for name in pairs}})
+            for layer in found["layers"]
+        ),
+    }
 
 
 def _measured_mixer(attends: Mapping[str, Any] | None, states: Sequence[Mapping[str, Any]]) -> LayerMixer:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from raypp.errors import ConfigError
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer, ModulesConfig
-from raypp.models.config import ModelConfig
+from raypp.models.config import ModelConfig, member_of_modules
 
 _MOST = 64
 
@@ -79,7 +80,7 @@ def span_of(size: Size) -> Span:
     return size if isinstance(size, Span) else Span(0, size, size)
 
 
-def of_one_member(config: ModelConfig, count: int, *, part: str = "a stage") -> ModelConfig:
+def of_one_member(config: ModelConfig, count: int, *, part: str = "a stage", path: Path | None = None) -> ModelConfig:
     """Return the sizes of one of `count` members; they are alike for all.
 
     Where there are fewer KV heads than members, several members have the same ones.
@@ -88,18 +89,13 @@ def of_one_member(config: ModelConfig, count: int, *, part: str = "a stage") -> 
         config: Whole.
         count: Of the members.
         part: What it is of, for errors.
+        path: The model's directory, for transformers' modules.
 
     Raises:
         ConfigError: what cannot be cut into so many parts.
     """
     if count == 1:
         return config
-    if config.measured is not None:
-        raise ConfigError(
-            "members of a stage have parts of raypp's own layers",
-            got=f"tensor_parallel_size={count}, and a model of transformers' modules",
-            expected="tensor_parallel_size = 1, or an architecture with layers of raypp's own",
-        )
     if why := _obstacle(config, count):
         possible = [other for other in range(1, _MOST + 1) if not _obstacle(config, other)]
         raise ConfigError(
@@ -107,6 +103,9 @@ def of_one_member(config: ModelConfig, count: int, *, part: str = "a stage") -> 
             got=f"tensor_parallel_size={count}, {why}",
             expected=f"one of {', '.join(map(str, possible))} for {config.architecture} of this size",
         )
+    if config.measured is not None:
+        assert path is not None
+        return member_of_modules(config, path, count)
     experts = config.experts
     if experts is not None:
         experts = replace(
@@ -138,7 +137,8 @@ def _mixer(layer: LayerMixer, count: int) -> LayerMixer:
 def _obstacle(config: ModelConfig, count: int) -> str | None:
     """Return what does not divide, None if all does."""
     experts, sizes = config.experts, dict[str, int]()
-    for layer in config.attention:
+    for mixer in config.attention:
+        layer = mixer.attention if isinstance(mixer, ModulesConfig) else mixer
         if isinstance(layer, AttentionConfig):
             if layer.num_kv_heads % count and count % layer.num_kv_heads:
                 return f"{layer.num_kv_heads} KV heads"

@@ -82,6 +82,7 @@ def build_model(
             dtype=dtype,
             device=device,
             kernels=kernels or choose_kernels(device, dtype),
+            members=members,
         )
     return DecoderModel(
         config,

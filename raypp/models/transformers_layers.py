@@ -18,10 +18,11 @@ import inspect
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
+from threading import local
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,9 @@ ATTENTION = EXPERTS = "raypp"
 _PLACE = "raypp_attention"
 _ROTATION = "apply_rotary_pos_emb"
 Held = dict[tuple[nn.Module, str], Weight]
-_PRODUCTS = "raypp_products"
+_PRODUCTS, _SUM = "raypp_products", "raypp_sum"
+Sum = Callable[[torch.Tensor], torch.Tensor]
+"""Of a tensor over the members of a stage, [T, H]."""
 _OF_EXPERTS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 NUM_TRIED_TOKENS = 11
 _OF_MODELS = {"transformers", "transformers_modules"}
@@ -112,16 +115,20 @@ class _Trial:
     """Whether the kernel set would do what it can of queries and keys."""
 
 
-_trial: _Trial | None = None
+class _Now(local):
+    """Of the thread that runs a model: others may run other members of its stage."""
+
+    trial: _Trial | None = None
+    rotating: LayerAttention | None = None
+    """The attention that rotates the queries and keys that the layer would rotate next."""
+
+
+_now = _Now()
 
 
 def is_tried() -> bool:
     """Return whether a step runs that shows what layers do: it is of no rows."""
-    return _trial is not None
-
-
-_rotating: LayerAttention | None = None
-"""The attention that rotates the queries and keys that the layer would rotate next."""
+    return _now.trial is not None
 
 
 class LayerAttention:
@@ -152,13 +159,12 @@ class LayerAttention:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, options: Mapping[str, Any]
     ) -> torch.Tensor:
         """Return [1, T, Hq, Dv]. Shapes: query [1, Hq, T, Dk], key [1, Hk, T, Dk], value [1, Hk, T, Dv]."""
-        global _rotating
         step, config, num_tokens = self._step, self._config, query.shape[2]
-        qkv, rotation, self._qkv, self.rotation, _rotating = self._qkv, self.rotation, None, None, None
-        if _trial is not None:
-            if _trial.seen is not None:
-                self._make(_trial.seen, query, key, value, options.get("s_aux"))
-                _trial.seen = _Seen()
+        qkv, rotation, self._qkv, self.rotation, _now.rotating = self._qkv, self.rotation, None, None, None
+        if _now.trial is not None:
+            if _now.trial.seen is not None:
+                self._make(_now.trial.seen, query, key, value, options.get("s_aux"))
+                _now.trial.seen = _Seen()
             attended = value.new_ones(1, num_tokens, config.num_heads, config.v_dim)
             return attended if self._source is not None else attended + (query.mean() + key.mean() + value.mean())
         assert self._attention is not None
@@ -181,13 +187,12 @@ class LayerAttention:
     @property
     def has_heads(self) -> bool:
         """Whether the kernels now do what the layer would do to queries and keys."""
-        return self._source is not None and (_trial is None or _trial.heads_by_kernels)
+        return self._source is not None and (_now.trial is None or _now.trial.heads_by_kernels)
 
     def take(self, qkv: torch.Tensor) -> None:
         """Attend to `qkv`, [T, (Hq + Hk) * Dk + Hk * Dv], and rotate it if the layer would."""
-        global _rotating
         self._qkv = qkv
-        _rotating = self if self._rotates else None
+        _now.rotating = self if self._rotates else None
 
     def _rope(self, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> Rotation:
         if rotation is None:
@@ -262,8 +267,11 @@ def _are_parts(
 class _Linear(nn.Module):
     """One or several linear layers of the same input: [..., K] to their outputs side by side, [..., N]."""
 
-    def __init__(self, linears: Sequence[nn.Linear], weights: Sequence[Weight], kernels: KernelSet) -> None:
+    def __init__(
+        self, linears: Sequence[nn.Linear], weights: Sequence[Weight], kernels: KernelSet, sum_: Sum | None
+    ) -> None:
         super().__init__()
+        self._sum = sum_
         weight, biases = stacked_weights(weights), [linear.bias for linear in linears]
         bias: torch.Tensor | None = None if biases[0] is None else torch.cat([each.detach() for each in biases])
         shape = weight.num_outputs, weight.num_inputs
@@ -274,12 +282,14 @@ class _Linear(nn.Module):
         self._project: Projection = kernels.linear(weight, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if _trial is not None and not _trial.has_kernels:
+        if _now.trial is not None and not _now.trial.has_kernels:
             y = x.new_zeros(*x.shape[:-1], self._num_outputs)
-            if _trial.seen is not None:
-                _trial.seen.linears.append((self, y, y._version))
+            if _now.trial.seen is not None:
+                _now.trial.seen.linears.append((self, y, y._version))
             return y
         y = self._project(x.reshape(-1, x.shape[-1]).contiguous())
+        if self._sum is not None and _now.trial is None:  # members have not met before the first step
+            y = self._sum(y)
         if self.attention is not None and self.attention.has_heads:
             self.attention.take(y)
         return y.view(*x.shape[:-1], -1)
@@ -334,8 +344,8 @@ class _Norm(nn.Module):
         if self.attention is not None and self.attention.has_heads:
             return x
         y = self._norm(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
-        if _trial is not None and _trial.seen is not None:
-            _trial.seen.norms.append((self, x, y))
+        if _now.trial is not None and _now.trial.seen is not None:
+            _now.trial.seen.norms.append((self, x, y))
         return y
 
 
@@ -354,13 +364,14 @@ class _Experts(nn.Module):
 
 def _experts(module: nn.Module, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Compute the experts of `module`; see transformers' interface of experts."""
-    if _trial is not None and not _trial.has_kernels:
+    if _now.trial is not None and not _now.trial.has_kernels:
         return torch.zeros_like(x)
     own = module._modules.get(_PRODUCTS)
     y: torch.Tensor = (
         partial(grouped_mm_experts_forward, module)(x, experts, weights) if own is None else own(x, experts, weights)
     )
-    return y
+    sum_: Sum | None = getattr(module, _SUM, None)
+    return y if sum_ is None or _now.trial is not None else sum_(y)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
@@ -373,6 +384,7 @@ def use_kernels(
     kernels: KernelSet,
     run: Callable[[], torch.Tensor],
     held: Held,
+    summed: Collection[nn.Module],
 ) -> str | None:
     """Give the kernel set all that it can do of a stage's layers, which have their weights and attend by it.
 
@@ -385,9 +397,10 @@ def use_kernels(
         kernels: Of the device.
         run: Runs the layers with `NUM_TRIED_TOKENS` tokens.
         held: Weights that are not in 16 or 32 bits, by module and parameter; each is taken out when it is used.
+        summed: Linear layers and experts of whose inputs this member of the stage has a part: the kernel set sums.
     """
-    global _trial
     inputs: dict[nn.Module, tuple[int, int, torch.Tensor]] = {}
+    sums = dict.fromkeys(summed, kernels.summed)
 
     def note(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         if args:
@@ -397,33 +410,35 @@ def use_kernels(
     hooks = [module.register_forward_pre_hook(note) for module in linears]
     for source in {sys.modules[type(module).__module__] for layer in layers for module in layer.modules()}:
         _watch_rotation(source)
+    for module in set(summed) - set(linears):
+        setattr(module, _SUM, kernels.summed)
     offsets: dict[tuple[type[nn.Module], float], float | None] = {}
     forms: dict[type[nn.Module], _ExpertForm | None] = {}
     try:
-        _trial = _Trial()
+        _now.trial = _Trial()
         with torch.no_grad():
             run()
             for hook in hooks:
                 hook.remove()
             for parent in list(model.modules()):
                 _replace_norms(parent, offsets, kernels)
-                _replace_linears(parent, inputs, held, kernels)
+                _replace_linears(parent, inputs, held, kernels, sums)
                 _replace_experts(parent, forms, held, kernels)
             inputs.clear()
             for module, name in list(held):  # of a kind of its own, or never called
                 _put_dense(module, name, held.pop((module, name)))
-            _trial.seen = _Seen()
+            _now.trial.seen = _Seen()
             run()
-            _trial = _Trial(has_kernels=True, heads_by_kernels=False)
+            _now.trial = _Trial(has_kernels=True, heads_by_kernels=False)
             expected = run()
-            _trial.heads_by_kernels = True
+            _now.trial.heads_by_kernels = True
             if not torch.equal(run().view(torch.uint8), expected.view(torch.uint8)):
                 _LOG.info("queries, keys or values do not go to attention alone: layers norm and rotate them")
                 for attention in attentions:
                     attention.leave_heads()
             return _wait_of(run) if expected.is_cuda else None
     finally:
-        _trial = None
+        _now.trial = None
 
 
 def _wait_of(run: Callable[[], torch.Tensor]) -> str | None:
@@ -483,17 +498,18 @@ def _replace_linears(
     inputs: Mapping[nn.Module, tuple[int, int, torch.Tensor]],
     held: Held,
     kernels: KernelSet,
+    sums: Mapping[nn.Module, Sum],
 ) -> None:
     """Replace the linear layers of a module; those of the same input, in the order of their calls, by one."""
     names = {module: name for name, module in parent.named_children()}
     groups: dict[tuple[object, ...], list[nn.Linear]] = {}
     for module, (place, version, _) in inputs.items():
         if isinstance(module, nn.Linear) and module in names:
-            key = (place, version, module.weight.shape[1], module.weight.dtype, module.bias is None)
+            key = (place, version, module.weight.shape[1], module.weight.dtype, module.bias is None, module in sums)
             groups.setdefault((*key, *_form(held.get((module, "weight")))), []).append(module)
     for linears in groups.values():
         weights = [_taken(held, linear) for linear in linears]
-        joined = _Linear(linears, weights, kernels)
+        joined = _Linear(linears, weights, kernels, sums.get(linears[0]))
         if len(linears) == 1:
             parent._modules[names[linears[0]]] = joined
             continue
@@ -613,11 +629,11 @@ def _watch_rotation(source: Any) -> None:
     def watched(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        if _rotating is not None:
-            _rotating.rotation = cos, sin
+        if _now.rotating is not None:
+            _now.rotating.rotation = cos, sin
             return q, k
         rotated = rotate(q, k, cos, sin, *args, **kwargs)
-        seen = None if _trial is None else _trial.seen
+        seen = None if _now.trial is None else _now.trial.seen
         if seen is not None and _rotates_halves(rotate, q.shape, cos, sin, *args, **kwargs):
             seen.rotated = (q, k, *rotated)
         return rotated

@@ -36,6 +36,7 @@ from raypp.models.attention_config import ModulesConfig
 from raypp.models.checkpoint_names import name_of_text
 from raypp.models.config import ModelConfig
 from raypp.models.decoder import Deepstack
+from raypp.models.member_sizes import ONLY_MEMBER, Member
 from raypp.models.quantization import Quantization
 from raypp.models.transformers_layers import (
     ATTENTION,
@@ -48,12 +49,16 @@ from raypp.models.transformers_layers import (
     num_bytes,
     use_kernels,
 )
+from raypp.models.transformers_members import ModuleParts, cut_model, parts_of, read_parts
 from raypp.models.transformers_states import RowModule, StepRows
 from raypp.models.weight_formats import check_shape, quantized_tensors, require_floats
 from raypp.models.weights import CheckpointWeights, DummyWeights, WeightSource
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.backend import KernelSet, LMHead
+from raypp.ops.member_kernels import with_members
+from raypp.ops.members import Members
 from raypp.ops.row_state import LayerMemory
+from raypp.ops.sample.vocabulary_part import VocabularyPart, hide_padding
 from raypp.ops.weight import Weight
 
 _LOG = logging.getLogger(__name__)
@@ -227,9 +232,12 @@ class TransformersModel:
         dtype: torch.dtype,
         device: torch.device,
         kernels: KernelSet,
+        members: Members | None = None,
     ) -> None:
         self.hidden_size = config.hidden_size
-        self.kernels = kernels
+        self.kernels = with_members(kernels, members)
+        self._member = ONLY_MEMBER if members is None else Member(members.rank, members.count)
+        self._part = None if members is None else VocabularyPart(members, config.vocab_size)
         self.taps: dict[int, torch.Tensor] = {}
         self.costs: dict[str, GraphCost] = {}
         self.draft_head = None
@@ -239,6 +247,10 @@ class TransformersModel:
         self._own = range(start_layer, end_layer)
         self._is_first, self._is_last = start_layer == 0, end_layer == config.num_layers
         self._model = model = empty_model(path, dtype, trusts_code=config.trusts_code)
+        self._parts: ModuleParts | None = None
+        if members is not None:
+            self._parts = parts_of(model, members.count)
+            cut_model(model, self._parts, members.count)
         self._decoder = model.get_decoder()
         self._step = Step()
         self._waits: str | None = None
@@ -299,6 +311,8 @@ class TransformersModel:
                 weight_mapping=get_model_conversion_mapping(model), dtype=model.dtype, device_map=device_map
             )
             slices = self._slices(source, places, held)
+            if self._parts is not None:
+                slices = read_parts(slices, self._parts, self._member, load.weight_mapping)
             info, _ = convert_and_load_state_dict_in_model(model, slices, load)
             parameters = {name for name, _ in model.named_parameters()} - self._tied
             parameters -= {name for name, place in places.items() if place in held}
@@ -340,12 +354,21 @@ class TransformersModel:
             assert not tensor.is_meta, name
         if self._is_last:
             head = model.get_output_embeddings()
-            kernel = self.kernels.lm_head(Weight(head.weight), is_shared=self._config.tie_word_embeddings)
-            model.set_output_embeddings(_Head(kernel, head.weight, getattr(head, "bias", None)))
+            rows, bias = self._part_of_head(head.weight), getattr(head, "bias", None)
+            bias = None if bias is None else self._part_of_head(bias)
+            is_shared = self._config.tie_word_embeddings and self._part is None
+            kernel = self.kernels.lm_head(Weight(rows), is_shared=is_shared)
+            model.set_output_embeddings(_Head(kernel, head.weight, bias))
             path = next(name for name, module in model.named_modules() if module is self._decoder)
             owner, _, self._name = path.rpartition(".")
             self._owner = model.get_submodule(owner)
-        self._waits = use_kernels(self._decoder, layers, self._attentions, self.kernels, self._run_once, held)
+        names = () if self._parts is None else self._parts.summed
+        summed = [module for name, module in model.named_modules() if name in names]
+        for module in summed:
+            if self._member.rank and type(module) is nn.Linear:  # a bias is added once
+                module.register_parameter("bias", None)
+        run = self._run_once
+        self._waits = use_kernels(self._decoder, layers, self._attentions, self.kernels, run, held, summed)
         if self._device.type == "cpu":  # a file that is replaced later must not change a running engine
             for parameter in model.parameters():
                 parameter.data = parameter.data.clone()
@@ -378,6 +401,13 @@ class TransformersModel:
                     check_shape(name, held[place], tuple(getattr(*place).shape))
         require_floats({name: tensor.get_dtype() for name, tensor in slices.items()})
         return {name_of_text(name): tensor for name, tensor in slices.items()}
+
+    def _part_of_head(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a member's rows of a parameter of the LM head, with zeros behind the last token."""
+        if self._part is None:
+            return parameter
+        rows = parameter.detach()[self._part.first : self._part.first + self._part.num_tokens]
+        return torch.cat((rows, rows.new_zeros(self._part.size - len(rows), *rows.shape[1:])))
 
     def _run_once(self) -> torch.Tensor:
         hidden = torch.ones(NUM_TRIED_TOKENS, self.hidden_size, dtype=self._dtype, device=self._device)
@@ -460,4 +490,4 @@ class TransformersModel:
                 logits: torch.Tensor = self._model(inputs_embeds=self._given.hidden, use_cache=False).logits[0]
             finally:
                 setattr(self._owner, self._name, self._decoder)
-        return logits.float() if out is None else out.copy_(logits)
+        return hide_padding(logits.float() if out is None else out.copy_(logits), self._part)

@@ -23,6 +23,7 @@ from raypp.models.asked import TRUSTS_CODE
 from raypp.models.attention_config import AttentionConfig
 from raypp.models.config import MeasuredLayer
 from raypp.models.transformers_layers import attend_at
+from raypp.models.transformers_members import cut_model, parts_of
 from raypp.models.transformers_model import as_positions, empty_model, is_of_experts, layers_of
 from raypp.models.transformers_states import CACHES, has_states, states_of
 from raypp.ops.state_sizes import ModuleState
@@ -95,8 +96,10 @@ class _Witness:
         return window or None
 
 
-def probe(path: Path, *, trusts_code: bool = False) -> dict[str, Any]:
+def probe(path: Path, *, trusts_code: bool = False, num_members: int = 1) -> dict[str, Any]:
     """Return what planning needs of a model, as JSON has it; see `raypp.models.config`.
+
+    With several members of a stage, sizes are those of one, but for the vocabulary.
 
     Raises:
         ModelLoadError: transformers does not have it, or it needs what raypp cannot give.
@@ -106,6 +109,8 @@ def probe(path: Path, *, trusts_code: bool = False) -> dict[str, Any]:
     keeps_states = has_states(model.config)
     if keeps_states:  # parts of states are in 32 bits whatever the others are
         model = empty_model(path, torch.bfloat16, trusts_code=trusts_code).requires_grad_(False)
+    if num_members > 1:
+        cut_model(model, parts_of(model, num_members), num_members)
     config, layers = model.config, layers_of(model)
     if model._can_set_experts_implementation():
         model.set_experts_implementation(_EXPERTS)
@@ -198,10 +203,10 @@ def _measured(layer: nn.Module, config: Any, names: Mapping[object, str], num_ou
     )
 
 
-def answer(path: Path, *, trusts_code: bool = False) -> dict[str, Any]:
+def answer(path: Path, num_members: str = "1", *, trusts_code: bool = False) -> dict[str, Any]:
     """Return what `probe` finds; or the error, as `error`."""
     try:
-        return probe(path, trusts_code=trusts_code)
+        return probe(path, trusts_code=trusts_code, num_members=int(num_members))
     except RayppError as error:
         return {"error": {"message": error.message, "got": error.got, "expected": error.expected}}
     except Exception as error:  # a model's own code may raise anything
@@ -212,4 +217,5 @@ if __name__ == "__main__":
     # Modules that find these packages call their kernels, which know no meta device.
     for package in ("fla", "mamba_ssm", "causal_conv1d"):
         sys.modules[package] = None  # type: ignore[assignment]
-    print(json.dumps(answer(Path(sys.argv[1]), trusts_code=TRUSTS_CODE in sys.argv)))
+    given = [each for each in sys.argv[1:] if each != TRUSTS_CODE]
+    print(json.dumps(answer(Path(given[0]), *given[1:], trusts_code=TRUSTS_CODE in sys.argv)))

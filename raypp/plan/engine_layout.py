@@ -116,7 +116,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     )
     if not config.encoder.num_encoders:
         read = replace(read, vision=None)
-    whole, read = read, _for_members(config, read)
+    whole, read = read, _for_members(config, read, model_path)
     config = _for_row_states(config, read)
     described = with_even_routing(config, read)
     stored = described if config.model.load_format == "dummy" else as_stored(described, model_path)
@@ -134,7 +134,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     dtype_bytes, kv_dtype_bytes = DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]
     num_threads = config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages * read.num_members)
     if stored.measured is not None:
-        _refuse_for_transformers(config)
+        _refuse_for_transformers(config, model)
     head, head_path = draft_head(config, model, hardware, device=device, dtype=dtype, model_path=model_path)
     held = held_model(model, hardware, device=device, dtype=dtype)
     if head is not None and model.windows[0] is not None:
@@ -248,7 +248,7 @@ def _for_row_states(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     return config.with_settings(enable_prefix_caching=False)
 
 
-def _for_members(config: EngineConfig, model: ModelConfig) -> ModelConfig:
+def _for_members(config: EngineConfig, model: ModelConfig, path: Path) -> ModelConfig:
     """Return the model as one member of a stage has it.
 
     Raises:
@@ -264,11 +264,17 @@ def _for_members(config: EngineConfig, model: ModelConfig) -> ModelConfig:
             expected="tensor_parallel_size = 1",
             hint="compile = false in section graphs",
         )
-    return of_one_member(model, count)
+    return of_one_member(model, count, path=path)
 
 
-def _refuse_for_transformers(config: EngineConfig) -> None:
+def _refuse_for_transformers(config: EngineConfig, model: ModelConfig) -> None:
     """Refuse what is for raypp's own layers alone."""
+    if model.quantization is not None and model.num_members > 1:
+        raise ConfigError(
+            "members of a stage of transformers' modules read weights in 16 or 32 bits",
+            got=f"tensor_parallel_size={model.num_members}, and weights in {model.quantization.format}",
+            expected="tensor_parallel_size = 1, or an architecture with layers of raypp's own",
+        )
     if config.speculative.model is not None:
         raise ConfigError(
             "a draft head reads hidden states of raypp's own layers",

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from raypp.errors import ModelLoadError, page
-from raypp.models.asked import asked
+from raypp.models.asked import HAS_MEMBERS, asked
 from raypp.plan.engine_plan import EnginePlan
 
 _PROGRAM = "raypp.testing.try_decoder"
@@ -27,7 +27,8 @@ def require_tried(plan: EnginePlan) -> None:
     partition = [stage.num_layers for stage in plan.stages]
     said = ",".join(map(str, partition))
     _LOG.info("%s: transformers' modules are tried with %s layers per stage", plan.config.model.model, said)
-    found = asked(_PROGRAM, Path(plan.model_path), said, trusts_code=plan.model.trusts_code)
+    options = (HAS_MEMBERS,) if plan.model.num_members > 1 else ()
+    found = asked(_PROGRAM, Path(plan.model_path), said, *options, trusts_code=plan.model.trusts_code)
     name = plan.model.architecture.partition(":")[2]
     if found.get("error"):
         raise ModelLoadError(
@@ -47,4 +48,11 @@ def require_tried(plan: EnginePlan) -> None:
             got=f"{said} layers per stage: {found['cut']}",
             expected="layers that take nothing from layers of other stages but the residual stream",
             hint="num_stages=1, or layer_partition with the cut elsewhere",
+        )
+    if found["members"]:
+        raise ModelLoadError(
+            f"{name}: transformers' modules give other tokens when members of a stage have parts of their weights",
+            got=f"tensor_parallel_size={plan.model.num_members}; of two members {found['members']}",
+            expected="a plan of these modules for tensor parallelism that is right",
+            hint="tensor_parallel_size=1",
         )

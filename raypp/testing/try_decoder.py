@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from raypp.config.engine_config import EngineConfig
-from raypp.models.asked import TRUSTS_CODE
+from raypp.models.asked import HAS_MEMBERS, TRUSTS_CODE
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.testing.local_engine import LocalEngine
@@ -37,18 +37,22 @@ def prompts() -> list[list[int]]:
     return [*lone, [*shared, 5], [*shared, 6, 7]]
 
 
-def first_difference(path: Path, partition: list[int], *, trusts_code: bool = False) -> str | None:
+def first_difference(
+    path: Path, partition: list[int], *, num_members: int = 1, trusts_code: bool = False
+) -> str | None:
     """Return where a model's stages generate another token than transformers; None: nowhere.
 
     Args:
         path: A small model, in float32.
         partition: Layers of each stage.
+        num_members: Of each stage.
         trusts_code: Whether code that comes with it may be run.
     """
     settings: dict[str, Any] = {
         "model_impl": "transformers",
         "trust_remote_code": trusts_code,
         "num_stages": len(partition),
+        "tensor_parallel_size": num_members,
         "layer_partition": partition,
         "device": "cpu",
         "block_size": 4,
@@ -75,8 +79,13 @@ def first_difference(path: Path, partition: list[int], *, trusts_code: bool = Fa
     return None
 
 
-def try_cut(path: Path, partition: list[int], *, trusts_code: bool = False) -> dict[str, Any]:
-    """Return what differs on one stage and on those of `partition`: `whole` and `cut`, None where nothing does."""
+def try_cut(
+    path: Path, partition: list[int], *, has_members: bool = False, trusts_code: bool = False
+) -> dict[str, Any]:
+    """Return what differs on one stage, on those of `partition`, and with two members: None where nothing does.
+
+    By which weights members are cut goes by names, so what is right with two is right with more.
+    """
     auto = transformers.AutoConfig
     config = auto.from_pretrained(path, trust_remote_code=trusts_code).get_text_config(decoder=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -84,16 +93,20 @@ def try_cut(path: Path, partition: list[int], *, trusts_code: bool = False) -> d
         whole = first_difference(small, [sum(partition)], trusts_code=trusts_code)
         has_cut = len(partition) > 1 and whole is None
         cut = first_difference(small, partition, trusts_code=trusts_code) if has_cut else None
-    return {"whole": whole, "cut": cut}
+        shared = None
+        if has_members and whole is None:
+            shared = first_difference(small, [sum(partition)], num_members=2, trusts_code=trusts_code)
+    return {"whole": whole, "cut": cut, "members": shared}
 
 
 def main(path: str, partition: str, *options: str) -> None:
-    """Print the result as a line of JSON: `whole` and `cut`, or `error`: why it could not be tried."""
+    """Print the result of `try_cut` as a line of JSON, or `error`: why it could not be tried."""
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     try:
         trusts_code = TRUSTS_CODE in options
-        found = try_cut(Path(path), [int(count) for count in partition.split(",")], trusts_code=trusts_code)
+        layers, has_members = [int(count) for count in partition.split(",")], HAS_MEMBERS in options
+        found = try_cut(Path(path), layers, has_members=has_members, trusts_code=trusts_code)
     except Exception as error:  # a model's own code may raise anything
         found = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(found))
