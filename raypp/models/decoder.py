@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -229,14 +230,8 @@ class DecoderModel:
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the tokens' embeddings, [T, H]. First stage only. Shapes: input_ids [T] int32 or int64."""
         assert self._embedding is not None, "not the first stage, or no weights yet"
-        if self._members is None:
-            embedded = F.embedding(input_ids, self._embedding)
-        else:
-            rows = len(self._embedding)
-            places = input_ids - self._member.rank * rows
-            is_own = (places >= 0) & (places < rows)
-            own = F.embedding(places.clamp(0, rows - 1), self._embedding)
-            embedded = self._members.sum_(own.masked_fill_(~is_own.unsqueeze(1), 0.0))
+        look_up = partial(F.embedding, weight=self._embedding)
+        embedded = look_up(input_ids) if self._part is None else self._part.embedded(input_ids, look_up)
         return embedded if self._embedding_scale is None else embedded.mul_(self._embedding_scale)
 
     def forward(

@@ -12,8 +12,9 @@ Source of the plan: `base_model_tp_plan` of transformers' configurations.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 
 from raypp.errors import ModelLoadError
 from raypp.models.member_sizes import Member
+from raypp.ops.sample.vocabulary_part import VocabularyPart
 
 _EXPERTS = "moe_tp_experts"
 _OF_KV = ("k_proj", "v_proj")
@@ -58,11 +60,10 @@ class SlicedTensor:
     """A tensor of a checkpoint, of which a member reads its part; what transformers reads of a file's slice."""
 
     whole: Any
-    cut: Cut
-    member: Member
+    read: Callable[[Any], torch.Tensor]
 
     def __getitem__(self, _: object) -> torch.Tensor:
-        return self.cut.of(self.whole, self.member)
+        return self.read(self.whole)
 
     def get_dtype(self) -> str:
         """Return the type's name, as safetensors has it."""
@@ -150,24 +151,43 @@ def cut_model(model: Any, parts: ModuleParts, count: int) -> None:
             module.out_features, module.in_features = module.weight.shape
 
 
-def read_parts(slices: dict[str, Any], parts: ModuleParts, member: Member, mapping: list[Any]) -> dict[str, Any]:
+def cut_vocabulary(model: Any, part: VocabularyPart) -> frozenset[str]:
+    """Make embedding and LM head of a model on the meta device those of a member; return the parameters' names."""
+    modules = {model.get_input_embeddings(), model.get_output_embeddings()}
+    names = {name for name, module in model.named_modules() if module in modules}
+    found = set[str]()
+    for module in modules:
+        for last, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                setattr(module, last, nn.Parameter(parameter.data.new_empty(part.size, *parameter.shape[1:]), False))
+                found |= {f"{name}.{last}" for name in names if model.get_submodule(name) is module}
+    return frozenset(found)
+
+
+def read_parts(
+    slices: dict[str, Any], parts: ModuleParts, of_vocabulary: Collection[str], part: VocabularyPart, mapping: list[Any]
+) -> dict[str, Any]:
     """Return a checkpoint's tensors, of those that are cut the member's part.
 
     Args:
         slices: By name.
         parts: Of the model.
-        member: Whose part.
+        of_vocabulary: Parameters with a row per token.
+        part: The member's, of the vocabulary.
         mapping: How transformers renames and joins tensors of a checkpoint.
     """
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     renamings = [each for each in mapping if not isinstance(each, WeightConverter)]
-    found = dict[str, Any]()
+    member, found = Member(part.members.rank, part.members.count), dict[str, Any]()
     for name, tensor in slices.items():
         target, joined = rename_source_key(name, renamings, converters)
         cut = parts.cuts.get(target)
         if cut is not None and joined is not None:  # one of the weights that become one, of one expert
             cut = Cut(cut.dim - 3)
-        found[name] = tensor if cut is None else SlicedTensor(tensor, cut, member)
+        if cut is not None:
+            found[name] = SlicedTensor(tensor, partial(cut.of, member=member))
+        else:
+            found[name] = SlicedTensor(tensor, part.rows_of) if target in of_vocabulary else tensor
     return found

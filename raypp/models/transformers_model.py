@@ -36,7 +36,6 @@ from raypp.models.attention_config import ModulesConfig
 from raypp.models.checkpoint_names import name_of_text
 from raypp.models.config import ModelConfig
 from raypp.models.decoder import Deepstack
-from raypp.models.member_sizes import ONLY_MEMBER, Member
 from raypp.models.quantization import Quantization
 from raypp.models.transformers_layers import (
     ATTENTION,
@@ -49,7 +48,7 @@ from raypp.models.transformers_layers import (
     num_bytes,
     use_kernels,
 )
-from raypp.models.transformers_members import ModuleParts, cut_model, parts_of, read_parts
+from raypp.models.transformers_members import ModuleParts, cut_model, cut_vocabulary, parts_of, read_parts
 from raypp.models.transformers_states import RowModule, StepRows
 from raypp.models.weight_formats import check_shape, quantized_tensors, require_floats
 from raypp.models.weights import CheckpointWeights, DummyWeights, WeightSource
@@ -208,8 +207,9 @@ class _Given(_InPlaceOf):
 class _Head(nn.Module):
     """The LM head by the kernel set, [1, N, H] to float32 [1, N, V]."""
 
-    def __init__(self, head: LMHead, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, head: LMHead, weight: torch.Tensor, bias: torch.Tensor | None, *, is_tied: bool) -> None:
         super().__init__()
+        self.num_bytes = (0 if is_tied else weight.nbytes) + (0 if bias is None else bias.nbytes)
         self.weight = torch.empty_like(weight, device="meta")  # what a model asks for its type
         self._head = head
         self._bias = bias
@@ -236,7 +236,6 @@ class TransformersModel:
     ) -> None:
         self.hidden_size = config.hidden_size
         self.kernels = with_members(kernels, members)
-        self._member = ONLY_MEMBER if members is None else Member(members.rank, members.count)
         self._part = None if members is None else VocabularyPart(members, config.vocab_size)
         self.taps: dict[int, torch.Tensor] = {}
         self.costs: dict[str, GraphCost] = {}
@@ -248,9 +247,12 @@ class TransformersModel:
         self._is_first, self._is_last = start_layer == 0, end_layer == config.num_layers
         self._model = model = empty_model(path, dtype, trusts_code=config.trusts_code)
         self._parts: ModuleParts | None = None
-        if members is not None:
-            self._parts = parts_of(model, members.count)
-            cut_model(model, self._parts, members.count)
+        self._of_vocabulary: Collection[str] = ()
+        if self._part is not None:
+            count = self._part.members.count
+            self._parts = parts_of(model, count)
+            cut_model(model, self._parts, count)
+            self._of_vocabulary = cut_vocabulary(model, self._part)
         self._decoder = model.get_decoder()
         self._step = Step()
         self._waits: str | None = None
@@ -285,7 +287,8 @@ class TransformersModel:
     def weight_bytes(self) -> int:
         """Bytes of the stage's weights, tied ones counted once."""
         own: int = sum(each.nbytes for each in {id(each): each for each in self._model.parameters()}.values())
-        return own + num_bytes(self._model)
+        head = self._model.get_output_embeddings()
+        return own + num_bytes(self._model) + (head.num_bytes if isinstance(head, _Head) else 0)
 
     def owns_tensor(self, name: str) -> bool:
         """Return whether a tensor that was not read should have been: of these modules none is known to be."""
@@ -311,8 +314,8 @@ class TransformersModel:
                 weight_mapping=get_model_conversion_mapping(model), dtype=model.dtype, device_map=device_map
             )
             slices = self._slices(source, places, held)
-            if self._parts is not None:
-                slices = read_parts(slices, self._parts, self._member, load.weight_mapping)
+            if self._parts is not None and self._part is not None:
+                slices = read_parts(slices, self._parts, self._of_vocabulary, self._part, load.weight_mapping)
             info, _ = convert_and_load_state_dict_in_model(model, slices, load)
             parameters = {name for name, _ in model.named_parameters()} - self._tied
             parameters -= {name for name, place in places.items() if place in held}
@@ -354,18 +357,16 @@ class TransformersModel:
             assert not tensor.is_meta, name
         if self._is_last:
             head = model.get_output_embeddings()
-            rows, bias = self._part_of_head(head.weight), getattr(head, "bias", None)
-            bias = None if bias is None else self._part_of_head(bias)
-            is_shared = self._config.tie_word_embeddings and self._part is None
-            kernel = self.kernels.lm_head(Weight(rows), is_shared=is_shared)
-            model.set_output_embeddings(_Head(kernel, head.weight, bias))
+            is_tied = self._config.tie_word_embeddings
+            kernel = self.kernels.lm_head(Weight(head.weight), is_shared=is_tied)
+            model.set_output_embeddings(_Head(kernel, head.weight, getattr(head, "bias", None), is_tied=is_tied))
             path = next(name for name, module in model.named_modules() if module is self._decoder)
             owner, _, self._name = path.rpartition(".")
             self._owner = model.get_submodule(owner)
         names = () if self._parts is None else self._parts.summed
         summed = [module for name, module in model.named_modules() if name in names]
         for module in summed:
-            if self._member.rank and type(module) is nn.Linear:  # a bias is added once
+            if self._part is not None and self._part.members.rank and type(module) is nn.Linear:  # a bias is added once
                 module.register_parameter("bias", None)
         run = self._run_once
         self._waits = use_kernels(self._decoder, layers, self._attentions, self.kernels, run, held, summed)
@@ -401,13 +402,6 @@ class TransformersModel:
                     check_shape(name, held[place], tuple(getattr(*place).shape))
         require_floats({name: tensor.get_dtype() for name, tensor in slices.items()})
         return {name_of_text(name): tensor for name, tensor in slices.items()}
-
-    def _part_of_head(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a member's rows of a parameter of the LM head, with zeros behind the last token."""
-        if self._part is None:
-            return parameter
-        rows = parameter.detach()[self._part.first : self._part.first + self._part.num_tokens]
-        return torch.cat((rows, rows.new_zeros(self._part.size - len(rows), *rows.shape[1:])))
 
     def _run_once(self) -> torch.Tensor:
         hidden = torch.ones(NUM_TRIED_TOKENS, self.hidden_size, dtype=self._dtype, device=self._device)
@@ -449,7 +443,10 @@ class TransformersModel:
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the tokens' embeddings, [T, H]. First stage only. Shapes: input_ids [T] int32 or int64."""
-        embedded: torch.Tensor = self._model.get_input_embeddings()(input_ids.unsqueeze(0))[0]
+        embedding = self._model.get_input_embeddings()
+        if self._part is not None:
+            return self._part.embedded(input_ids, embedding)
+        embedded: torch.Tensor = embedding(input_ids.unsqueeze(0))[0]
         return embedded
 
     @torch.inference_mode()

@@ -9,6 +9,7 @@ N positions, C logits of a member, M members.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,27 @@ class VocabularyPart:
     def num_tokens(self) -> int:
         """Logits that stand for tokens, at most C."""
         return max(0, min(self.size, self.vocab_size - self.first))
+
+    def rows_of(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a matrix with one per token, zeros behind the last token, [C, ...].
+
+        Args:
+            matrix: [V, ...], or what yields its rows when it is indexed.
+        """
+        rows = matrix[self.first : self.first + self.num_tokens]
+        return torch.cat((rows, rows.new_zeros(self.size - len(rows), *rows.shape[1:])))
+
+    def embedded(self, input_ids: torch.Tensor, look_up: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return the embeddings of tokens, [T, H].
+
+        Args:
+            input_ids: [T] int32 or int64.
+            look_up: Returns the embeddings of places in this part.
+        """
+        places = input_ids - self.first
+        is_own = (places >= 0) & (places < self.size)
+        own = look_up(places.clamp(0, self.size - 1))
+        return self.members.sum_(own.masked_fill_(~is_own.unsqueeze(1), 0.0))
 
     def best(self, values: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the largest value of any member (NaN if there is one), float32 [N], and its lowest token, int64 [N].
