@@ -238,6 +238,8 @@ def tune_engine(
 ) -> Tuning:
     """Measure the configured model on one stage's device, in a process that Ray places like a stage; cut its layers.
 
+    Of a stage's members one is measured, without the others; on GPUs their sums are estimated.
+
     Args:
         config: Which model, how many stages, what a stage asks Ray for, and how many prompt tokens there are for every
             token of an answer: as many are computed in each step.
@@ -258,12 +260,6 @@ def tune_engine(
         context_len = context_len or default_context_len(plan, num_rows)
         if min(num_rows, context_len) < 1:
             raise ConfigError("nothing can be measured", got=f"{num_rows} rows of {context_len} tokens")
-        if plan.num_members > 1:
-            raise ConfigError(
-                "what members of a stage take together is not measured",
-                got=f"tensor_parallel_size={plan.num_members}",
-                expected="tensor_parallel_size = 1, or layer_partition by hand",
-            )
         resources = plan.member_resources()
         check_capacity(alive_nodes(), [resources], "pack")
         measure: Any = measure_costs  # Ray's types know no keywords

@@ -82,6 +82,8 @@ def _lines(tuning: dict[str, Any]) -> Iterator[str]:
     yield ""
     for layer_ms, number in Counter(measured["layers_ms"]).items():
         yield f"  {'layer':20} {layer_ms:9.3f} ms, {number} of them"
+    if measured["sums_ms"]:
+        yield f"  {'  of these, sums':20} {measured['sums_ms']:9.3f} ms, estimated, over the members of a stage"
     for name, label in (
         ("embedding_ms", "embedding"),
         ("lm_head_ms", "LM head"),

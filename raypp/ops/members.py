@@ -59,3 +59,33 @@ class Members(Protocol):
 
     def close(self) -> None:
         """Release everything."""
+
+
+class LoneMember:
+    """A member whose others take no part: each sum is of its own part, and what it gathers is its own, for each.
+
+    Args:
+        count: Members that there would be.
+    """
+
+    rank = 0
+    memory = None
+    is_alone = True
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        return x.expand(self.count, *x.shape).contiguous()
+
+    def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return make()
+
+    def abort(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -125,13 +125,18 @@ def estimated_costs(
     layer_ms, head_ms = _GPU_LAYER_MS + verify_ms, _GPU_HEAD_MS + verify_ms
     head_ms += num_proposed * _GPU_PROPOSAL_MS
     if model.num_members > 1:
-        layer_ms += _SUMS_PER_LAYER * sum_ms(num_tokens * model.hidden_size / _SUM_COLUMNS)
+        layer_ms += layer_sums_ms(model, num_tokens)
         others = (model.num_members - 1) * model.vocab_rows * LOGIT_BYTES
         head_ms += num_decode_tokens * others / _JOINED_BYTES_PER_MS
     return StepCosts(
         layers=[num_bytes / bytes_per_ms + layer_ms for num_bytes in layers],
         last_stage=head / bytes_per_ms + head_ms,
     )
+
+
+def layer_sums_ms(model: ModelConfig, num_tokens: float) -> float:
+    """Return what the sums of a layer over the members of a stage take on GPUs, milliseconds; 0 of one member."""
+    return _SUMS_PER_LAYER * sum_ms(num_tokens * model.hidden_size / _SUM_COLUMNS) if model.num_members > 1 else 0.0
 
 
 def sum_ms(num_rows: float) -> float:

@@ -28,7 +28,8 @@ from raypp.models.sizes import (
     linear_modules,
 )
 from raypp.ops.attention import AttentionBatch
-from raypp.plan.cost_model import StepCosts, parts_of
+from raypp.ops.members import LoneMember
+from raypp.plan.cost_model import StepCosts, layer_sums_ms, parts_of
 from raypp.plan.engine_plan import EnginePlan
 from raypp.plan.layer_partition import LayerRoom, even_partition, fastest_partition, layer_room
 from raypp.plan.stage_memory import stage_weight_bytes
@@ -66,6 +67,7 @@ class MeasuredCosts:
     last_stage_ms: float  # LM head and sampler, less the sending
     num_prompt_tokens: int = 0  # of the step
     drafting_ms: float = 0.0  # of a draft head: estimated from its bytes and a layer's time
+    sums_ms: float = 0.0  # of each layer's time, of sums over the members of a stage: estimated, on GPUs alone
 
     @property
     def step_text(self) -> str:
@@ -76,7 +78,8 @@ class MeasuredCosts:
     @property
     def layer_text(self) -> str:
         """The times of a layer, for people: of each kind, in the order in which they come."""
-        return " or ".join(f"{layer_ms:.4g}" for layer_ms in dict.fromkeys(self.layers_ms))
+        sums = f", {self.sums_ms:.2g} of these estimated for sums over members" if self.sums_ms else ""
+        return " or ".join(f"{layer_ms:.4g}" for layer_ms in dict.fromkeys(self.layers_ms)) + sums
 
     def step_costs(self) -> StepCosts:
         """Return what cutting the layers into stages needs of it."""
@@ -106,9 +109,15 @@ def measure_costs(
         kind: _measure_kind(plan, of_layers.index(kind), num_rows, context_len, params, num_prompt_tokens)
         for kind in dict.fromkeys(of_layers)
     }
-    layer_ms = tuple(kinds[kind].layers_ms[0] for kind in of_layers)
+    layer_ms = [kinds[kind].layers_ms[0] for kind in of_layers]
     reads_per_ms = sum(size.reads.of(num_rows + num_prompt_tokens) for size in sizes) / sum(layer_ms)
-    return replace(kinds[of_layers[0]], layers_ms=layer_ms, drafting_ms=_drafting_bytes(plan) / reads_per_ms)
+    sums_ms = layer_sums_ms(plan.model, num_rows + num_prompt_tokens) if plan.stage_spec(0).device != "cpu" else 0.0
+    return replace(
+        kinds[of_layers[0]],
+        layers_ms=tuple(own_ms + sums_ms for own_ms in layer_ms),
+        sums_ms=sums_ms,
+        drafting_ms=_drafting_bytes(plan) / reads_per_ms,
+    )
 
 
 def _measure_kind(
@@ -229,7 +238,9 @@ class _Rig:
             for index in range(_NUM_STAGES)
         ]
         configure_torch(common.num_threads, common.device)
-        self._models = [_PromptSkipping(build_stage_model(spec, model, None)) for spec in specs]
+        # What one member computes; the others would take as long, and their sums are estimated.
+        members = LoneMember(plan.num_members) if plan.num_members > 1 else None
+        self._models = [_PromptSkipping(build_stage_model(spec, model, None, members)) for spec in specs]
         self._device = torch.device(common.device)
         self._dtype: torch.dtype = getattr(torch, common.dtype)
         self._num_rows, self._model_config = num_rows, model
@@ -244,7 +255,15 @@ class _Rig:
         )
         silent = Tracer("measure", enabled=False)
         stages = [
-            Stage(spec, cast(StageModel, of_stage), allocate_kv_caches(spec, model), ends, schemas, silent)
+            Stage(
+                spec,
+                cast(StageModel, of_stage),
+                allocate_kv_caches(spec, model),
+                ends,
+                schemas,
+                silent,
+                members=members,
+            )
             for spec, of_stage, ends in zip(specs, self._models, links, strict=True)
         ]
         self._stages = _TimedStages(stages, self._device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from raypp.models.registry import build_model
 from raypp.models.transformers_members import Cut
 from raypp.models.transformers_probe import answer
 from raypp.models.weights import CheckpointWeights
+from raypp.ops.members import LoneMember
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 
@@ -65,7 +65,8 @@ def test_a_member_holds_what_is_planned(model_type: str, count: int, tmp_path: P
             return getattr(self._of_file, name)
 
     for rank in range(count):
-        members: Any = SimpleNamespace(rank=rank, count=count, sum_=lambda x: x)
+        members: Any = LoneMember(count)
+        members.rank = rank
         where = {"dtype": torch.float32, "device": torch.device("cpu"), "path": path, "members": members}
         model = build_model(plan.model, start_layer=0, end_layer=4, **where)
         model.load_weights(Noted(path))

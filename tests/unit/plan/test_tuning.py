@@ -109,9 +109,12 @@ def test_measuring_finds_times_that_add_up():
 
 
 def test_first_rows_decode_until_the_prompts_of_all_are_computed():
-    plan = _plan(max_num_batched_tokens=24, max_num_seqs=16, num_stages=2)
+    plan = _plan(max_num_batched_tokens=24, max_num_seqs=16, num_stages=2, tensor_parallel_size=2)
     measured = measure_costs(plan, num_rows=16, context_len=64, params=SamplingParams(temperature=0.0))
     assert measured.num_steps >= 8
+    assert not measured.sums_ms, "only GPUs' sums are known"
+    on_gpus = replace(measured, layers_ms=(2.0,), sums_ms=0.5)
+    assert on_gpus.layer_text == "2, 0.5 of these estimated for sums over members"
 
 
 def test_layers_with_experts_and_without_are_measured_apart(tmp_path):
