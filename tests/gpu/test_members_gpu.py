@@ -70,6 +70,13 @@ def test_two_members_say_what_one_gpu_says_but_for_rounding(model):
     num_parted_at_ties(Path(model), cases, list(zip(expected, found, strict=True)), TIE)
 
 
+def test_members_start_from_empty_caches(model, tmp_path, monkeypatch):
+    # Each compiles at its own speed meanwhile: a graph that runs waits for the other member.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with LLM(model, **MEMBERS, **(SETTINGS | {"max_num_seqs": 128})) as llm:
+        assert [len(text) for text in _generate(llm, 8)] == [8] * 12
+
+
 def test_requests_outlive_a_member_that_dies_and_one_that_freezes(model):
     handles: list[Any] = []
 
