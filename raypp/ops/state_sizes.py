@@ -1,25 +1,10 @@
-"""How much a layer with a state per row keeps, and what attention over latents expands. Needs no torch: plans do."""
+"""How much a layer with a state per row keeps. Needs no torch, so that planning stays cheap."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-EXPANDED_BYTES = 128 << 20
-"""Of latents of prefill rows that are expanded at a time, with the keys and values of their heads."""
-
-
-def expanded_bytes(latent_width: int, head_width: int, longest: int, dtype_bytes: int) -> int:
-    """Return the most that a step's prefill rows take where they attend to expanded latents.
-
-    Args:
-        latent_width: Elements of a token's latent, with the rotated part of its key.
-        head_width: Elements of a token's key and value of one head.
-        longest: Tokens of the longest row, which has one head at a time where more do not fit.
-        dtype_bytes: Of an activation.
-    """
-    return max(EXPANDED_BYTES, longest * (latent_width + head_width) * dtype_bytes)
 
 
 @dataclass(frozen=True)

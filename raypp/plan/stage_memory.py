@@ -20,7 +20,6 @@ from raypp.errors import ConfigError, ResourceError, page
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes, logit_row_bytes, mlp_width, qkv_width
 from raypp.ops.sample.draw_sizes import draw_bytes
-from raypp.ops.state_sizes import expanded_bytes
 from raypp.plan.graph_plan import graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware, StageGpus
 from raypp.sampling_params import (
@@ -479,13 +478,7 @@ def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> i
     tokens, num_rows = config.scheduler.max_num_batched_tokens, max_step_rows(config)
     widest = 4 * model.hidden_size + mlp_width(model)
     widest += 2 * qkv_width(model)
-    longest = config.model.max_model_len or model.max_position_embeddings
-    expanded = (
-        expanded_bytes(each.latent.width, each.head_dim + each.v_dim, longest, dtype_bytes)
-        for each in model.attending
-        if each.latent is not None
-    )
-    layer_bytes = tokens * widest * dtype_bytes + max(expanded, default=0)
+    layer_bytes = tokens * widest * dtype_bytes
     most_positions = num_rows * (1 + config.speculative.max_drafts)
     num_logits = min(most_positions, max(tokens, num_rows))
     logits_bytes = num_logits * (logit_row_bytes(model) + model.vocab_size * _REPORT_BYTES)

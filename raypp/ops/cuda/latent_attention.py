@@ -6,8 +6,7 @@
     prefill rows    latents of all their tokens, expanded to keys and values of some heads after the others; FlashInfer,
                     else torch: three times fewer operations than over latents. A break point of graphs
 
-What is expanded at a time takes at most `EXPANDED_BYTES`: rows follow each other in groups, and heads of a group, as
-many as fit. A row alone has at least one head at a time, see `expanded_bytes`.
+Expanded keys and values of as many heads as fit `_EXPANDED_BYTES` are there at a time.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from raypp.ops.cuda.latent_kernels import TritonLatents
 from raypp.ops.cuda.step_attention import PrefillSpace, has_flashinfer, prefix_sums
 from raypp.ops.kv_cache import LayerCache
 from raypp.ops.row_attention import RowPiece, piece_mask
-from raypp.ops.state_sizes import EXPANDED_BYTES
 
 EXPANDED_SIZES = ((64, 64), (128, 128), (192, 128), (256, 256))
 """Of heads of keys and of values, for which FlashInfer has kernels."""
+_EXPANDED_BYTES = 128 << 20
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ExpandedPlan:
-    """Prefill rows of a step whose contexts are expanded together, and how many heads are at once."""
+    """The prefill rows of a step, and how many heads are expanded at once."""
 
     tables: torch.Tensor  # [rows, blocks] int32
     starts: torch.Tensor  # [rows + 1] int32: where each row's latents begin, on the device
@@ -47,22 +46,6 @@ class ExpandedPlan:
     num_heads: int  # at once, a divisor of all
     wrapper: Any  # FlashInfer's, planned; None: by torch
     masks: Sequence[torch.Tensor | None]  # by row, where there is none
-
-
-def row_groups(seq_lens: Sequence[int], token_bytes: int) -> list[slice]:
-    """Return rows that follow each other and are expanded together: as many as fit `EXPANDED_BYTES`, at least one.
-
-    Args:
-        seq_lens: Tokens of each row's context.
-        token_bytes: What a token takes with one head at a time.
-    """
-    groups, first, num_tokens = list[slice](), 0, 0
-    for row, length in enumerate(seq_lens):
-        if row > first and (num_tokens + length) * token_bytes > EXPANDED_BYTES:
-            groups.append(slice(first, row))
-            first, num_tokens = row, 0
-        num_tokens += length
-    return [*groups, slice(first, len(seq_lens))] if seq_lens else groups
 
 
 class CudaLatentAttention:
@@ -98,43 +81,32 @@ class CudaLatentAttention:
         self._dtype = dtype
         self._device = device
         self._head_dim = latents.key_dim + latents.rotary_dim
-        sizes, self._space = (self._head_dim, latents.value_dim), None
-        self._wrappers: list[list[Any]] = []  # by ring entry, one for each group of rows that there has been
+        sizes, self._wrappers = (self._head_dim, latents.value_dim), list[Any]()
         self._copied: list[torch.cuda.Event] = []
         if has_flashinfer() and sizes in EXPANDED_SIZES and latents.heads.window is None:
-            entries, self._space = range(num_ring_entries), space()
-            self._wrappers = [[self._wrapper()] for _ in entries]
+            from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+
+            entries, shared = range(num_ring_entries), space()
+            backend = "fa3" if shared.has_copies else "auto"
+            self._wrappers = [
+                BatchPrefillWithRaggedKVCacheWrapper(shared.workspace, "NHD", backend=backend) for _ in entries
+            ]
             self._copied = [torch.cuda.Event() for _ in entries]
         else:
             _LOG.warning("prefill attention runs in plain torch, several times slower: no FlashInfer for %s", sizes)
 
     def plan(self, batch: AttentionBatch, ring_entry: int) -> None:
         """Add the plan of the batch's prefill rows. Waits only for the copy of the entry's last plan."""
+        latents, query_lens, seq_lens = self._latents, batch.prefill_query_lens, batch.prefill_seq_lens
+        num_all, wrapper, masks = latents.heads.num_heads, None, list[torch.Tensor | None]()
         if self._wrappers:
             self._copied[ring_entry].synchronize()
-        groups = row_groups(batch.prefill_seq_lens, self._token_bytes(1))
-        batch.plans[self._kind] = [self._plan(batch, rows, ring_entry, index) for index, rows in enumerate(groups)]
+        token_bytes = sum(seq_lens) * (self._head_dim + latents.value_dim) * self._dtype.itemsize
+        most = max(1, _EXPANDED_BYTES // token_bytes)
+        num_heads = next(count for count in range(min(num_all, most), 0, -1) if num_all % count == 0)
+        starts, tables = prefix_sums(seq_lens), batch.block_tables[latents.heads.group][batch.num_decode_rows :]
         if self._wrappers:
-            self._copied[ring_entry].record()
-
-    def _token_bytes(self, num_heads: int) -> int:
-        """Return what a token of the context takes: its latent, and keys and values of some heads."""
-        latents = self._latents
-        expanded = num_heads * (self._head_dim + latents.value_dim)
-        return (latents.rank + latents.rotary_dim + expanded) * self._dtype.itemsize
-
-    def _plan(self, batch: AttentionBatch, rows: slice, ring_entry: int, index: int) -> ExpandedPlan:
-        latents, query_lens, seq_lens = self._latents, batch.prefill_query_lens[rows], batch.prefill_seq_lens[rows]
-        num_all, wrapper, masks = latents.heads.num_heads, None, list[torch.Tensor | None]()
-        fits = (n for n in range(num_all, 0, -1) if num_all % n == 0)
-        num_heads = next((n for n in fits if sum(seq_lens) * self._token_bytes(n) <= EXPANDED_BYTES), 1)
-        starts = prefix_sums(seq_lens)
-        tables = batch.block_tables[latents.heads.group][batch.num_decode_rows :][rows]
-        if self._wrappers:
-            wrappers = self._wrappers[ring_entry]
-            if index == len(wrappers):
-                wrappers.append(self._wrapper())
-            wrapper = wrappers[index]
+            wrapper = self._wrappers[ring_entry]
             wrapper.plan(
                 prefix_sums(query_lens),
                 starts,
@@ -148,19 +120,15 @@ class CudaLatentAttention:
                 kv_data_type=self._dtype,
             )
         else:
+            rows, heads = zip(query_lens, seq_lens, strict=True), latents.heads
             masks = [
-                piece_mask(RowPiece(0, queries, 0), length - queries, latents.heads, self._dtype, tables.device)
-                for queries, length in zip(query_lens, seq_lens, strict=True)
+                piece_mask(RowPiece(0, queries, 0), length - queries, heads, self._dtype, tables.device)
+                for queries, length in rows
             ]
         starts_there = starts.to(self._device.torch_device, non_blocking=True)
-        return ExpandedPlan(tables, starts_there, query_lens, seq_lens, num_heads, wrapper, masks)
-
-    def _wrapper(self) -> Any:
-        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
-
-        assert self._space is not None
-        backend = "fa3" if self._space.has_copies else "auto"
-        return BatchPrefillWithRaggedKVCacheWrapper(self._space.workspace, "NHD", backend=backend)
+        if self._wrappers:
+            self._copied[ring_entry].record()
+        batch.plans[self._kind] = ExpandedPlan(tables, starts_there, query_lens, seq_lens, num_heads, wrapper, masks)
 
     def run(
         self,
@@ -207,12 +175,10 @@ class CudaLatentAttention:
             )
             torch.bmm(summed, latents.expand[:, key_dim:].transpose(1, 2), out=out_rows)
         if batch.prefill_query_lens:
-            plans, first = batch.plans.get(self._kind), num_decode_tokens
-            assert isinstance(plans, list), "prefill rows need plan_attention"
-            for plan in plans:
-                tokens = slice(first, first + sum(plan.query_lens))
-                self._attend_expanded(plan, queries[tokens], latents, cache, out[tokens])
-                first = tokens.stop
+            plan = batch.plans.get(self._kind)
+            assert isinstance(plan, ExpandedPlan), "prefill rows need plan_attention"
+            tokens = slice(num_decode_tokens, batch.num_tokens)
+            self._attend_expanded(plan, queries[tokens], latents, cache, out[tokens])
 
     def _attend_expanded(
         self, plan: ExpandedPlan, queries: torch.Tensor, latents: LatentHeads, cache: LayerCache, out: torch.Tensor
