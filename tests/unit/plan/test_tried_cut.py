@@ -15,6 +15,8 @@ from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.plan.tried_cut import require_tried
 
+GOOD = {"whole": None, "cut": None, "members": None}
+
 
 @pytest.fixture
 def plan() -> EnginePlan:
@@ -27,8 +29,9 @@ def plan() -> EnginePlan:
     ("found", "words"),
     [
         ({"error": "ValueError: odd"}, ["XForCausalLM", "ValueError: odd", "small copy"]),
-        ({"whole": "token 3 is 5", "cut": None}, ["XForCausalLM", "attention", "token 3 is 5"]),
-        ({"whole": None, "cut": "token 3 is 5"}, ["4,2 layers per stage", "token 3 is 5", "num_stages=1"]),
+        (GOOD | {"whole": "token 3 is 5"}, ["XForCausalLM", "attention", "token 3 is 5"]),
+        (GOOD | {"members": "token 3 is 5"}, ["members of a stage", "token 3 is 5", "tensor_parallel_size=1"]),
+        (GOOD | {"cut": "token 3 is 5"}, ["4,2 layers per stage", "token 3 is 5", "num_stages=1"]),
     ],
 )
 def test_other_tokens_are_refused(
@@ -42,7 +45,8 @@ def test_other_tokens_are_refused(
 
 def test_what_gives_the_same_tokens_starts(monkeypatch: pytest.MonkeyPatch, plan: EnginePlan) -> None:
     asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(tried_cut, "asked", lambda *of, **_: asked.append(of) or {"whole": None, "cut": None})
+    monkeypatch.setattr(tried_cut, "asked", lambda *of, **_: asked.append(of) or GOOD)
     require_tried(plan)
     require_tried(replace(plan, model=replace(plan.model, measured=None)))  # raypp's own layers
-    assert [of[2] for of in asked] == ["4,2"]
+    require_tried(replace(plan, model=replace(plan.model, num_members=4)))
+    assert [of[2:] for of in asked] == [("4,2",), ("4,2", "--members")]
