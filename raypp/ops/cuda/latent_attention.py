@@ -219,8 +219,14 @@ class CudaLatentAttention:
             group.wrapper.run(queries.contiguous(), keys, values, out=out)
             return out
         num_heads, of_all, first_query, first_key = group.num_heads, self._latents.heads, 0, 0
-        dims = {"v_dim": values.shape[2], "scale": of_all.scale, "window": of_all.window}
-        heads = Heads(num_heads, num_heads, self._head_dim, **dims)
+        heads = Heads(
+            num_heads,
+            num_heads,
+            self._head_dim,
+            v_dim=values.shape[2],
+            scale=of_all.scale,
+            window=of_all.window,
+        )
         for num_queries, num_keys in zip(group.query_lens, group.seq_lens, strict=True):
             before = num_keys - num_queries
             for piece in row_pieces(num_queries, num_keys, heads):
