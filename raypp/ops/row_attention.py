@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from raypp.ops.attention import Heads
 
 _SCORES_BYTES = 32 << 20
-"""Scores of a piece of a chunk, where torch's own attention cannot compute them."""
+"""Scores of a piece of a chunk, where torch's own attention cannot compute them; else its mask."""
 _LEAST_PIECE = 128  # queries of a chunk that are attended to at once, with a window
 
 
@@ -24,7 +24,7 @@ class RowPiece(NamedTuple):
 
 
 def row_pieces(query_len: int, seq_len: int, heads: Heads, block_size: int = 1) -> Iterator[RowPiece]:
-    """Cut a row's queries into pieces: one, unless there is a window, or scores that take much memory.
+    """Cut a row's queries into pieces: one, unless there is a window, or scores or a mask that take much memory.
 
     Args:
         query_len: Tokens of this step, the row's last.
@@ -37,6 +37,8 @@ def row_pieces(query_len: int, seq_len: int, heads: Heads, block_size: int = 1) 
         size = max(heads.window, _LEAST_PIECE)
     if not _has_own_kernel(heads):
         size = min(size, max(1, _SCORES_BYTES // (heads.num_heads * seq_len * 4)))
+    elif num_before:
+        size = min(size, max(1, _SCORES_BYTES // (seq_len * 4)))
     for begin in range(0, query_len, size):
         first = 0 if heads.window is None else max(0, num_before + begin + 1 - heads.window)
         yield RowPiece(begin, min(query_len, begin + size), first // block_size * block_size)
@@ -114,8 +116,11 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tenso
 
 
 def _has_own_kernel(heads: Heads) -> bool:
-    """Whether torch's own attention computes it: it knows neither soft caps nor sinks."""
-    return heads.soft_cap is None and heads.sinks is None
+    """Whether torch's own attention computes it: it knows no soft caps, no sinks, and on CPUs no values of other sizes.
+
+    For these it would repeat keys and values for all heads, and hold all scores at once.
+    """
+    return heads.soft_cap is None and heads.sinks is None and heads.head_dim == heads.value_dim
 
 
 def _attend_by_parts(

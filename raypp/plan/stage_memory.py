@@ -19,6 +19,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError, page
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes, logit_row_bytes, mlp_width, qkv_width
+from raypp.ops.expanded_rows import LatentSizes
 from raypp.ops.sample.draw_sizes import draw_bytes
 from raypp.plan.graph_plan import graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware, StageGpus
@@ -485,7 +486,19 @@ def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> i
     num_table_rows = config.scheduler.max_num_seqs + NUM_PADDING_ROWS
     table_bytes = num_table_rows * (_SAMPLER_ROW_BYTES + model.vocab_size * _SAMPLER_BITS // 8)
     mask_bytes = most_positions * model.vocab_size // 8
-    return max(layer_bytes, logits_bytes) + table_bytes + mask_bytes + draw_bytes(most_positions, model.vocab_size)
+    chosen_bytes = table_bytes + mask_bytes + draw_bytes(most_positions, model.vocab_size)
+    return max(layer_bytes, logits_bytes) + chosen_bytes + expanded_bytes(config, model, dtype_bytes)
+
+
+def expanded_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> int:
+    """Return what a GPU keeps for prompts' latents and what is expanded of them; 0 of a model without latents."""
+    longest = config.model.max_model_len or model.max_position_embeddings
+    sizes = [
+        LatentSizes(each.latent.width * dtype_bytes, (each.head_dim + each.v_dim) * dtype_bytes)
+        for each in model.attending
+        if each.latent is not None
+    ]
+    return max((of_layer.planned(longest) for of_layer in sizes), default=0)
 
 
 _BLOCKS_OF_NOTHING = 8

@@ -49,7 +49,7 @@ def test_cuts(tuning):
 def test_prefill_beside_decode(sizes, scale, monkeypatch):
     prefill = [(700, 700), (37, 1000), (1, 40), (512, 1500)]
     check_latents(BF16, sizes, [100, 3], 1, prefill, scale=scale)
-    monkeypatch.setattr("raypp.ops.cuda.latent_attention._EXPANDED_BYTES", 8 << 20)  # some heads after the others
+    monkeypatch.setattr("raypp.ops.expanded_rows.EXPANDED_BYTES", 8 << 20)  # some heads after the others
     check_latents(BF16, sizes, [], 1, prefill, scale=scale)
 
 

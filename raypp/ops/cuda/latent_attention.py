@@ -6,38 +6,37 @@
     prefill rows    latents of all their tokens, expanded to keys and values of some heads after the others; FlashInfer,
                     else torch: three times fewer operations than over latents. A break point of graphs
 
-Expanded keys and values of as many heads as fit `_EXPANDED_BYTES` are there at a time.
+Rows are expanded in groups, some heads at a time: see `raypp.ops.expanded_rows`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops.attention import AttentionBatch, LatentHeads, Rotation
+from raypp.ops.attention import AttentionBatch, Heads, LatentHeads, Rotation
 from raypp.ops.break_point import break_point
 from raypp.ops.cuda.heads import gather_heads
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.latent_kernels import TritonLatents
 from raypp.ops.cuda.step_attention import PrefillSpace, has_flashinfer, prefix_sums
+from raypp.ops.expanded_rows import EXPANDED_BYTES, MOST_GROUPS, LatentSizes, group_rows
 from raypp.ops.kv_cache import LayerCache
-from raypp.ops.row_attention import RowPiece, piece_mask
+from raypp.ops.row_attention import attend_piece, piece_mask, row_pieces
 
 EXPANDED_SIZES = ((64, 64), (128, 128), (192, 128), (256, 256))
 """Of heads of keys and of values, for which FlashInfer has kernels."""
-_EXPANDED_BYTES = 128 << 20
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class ExpandedPlan:
-    """The prefill rows of a step, and how many heads are expanded at once."""
+class ExpandedGroup:
+    """Prefill rows of a step that are expanded together."""
 
     tables: torch.Tensor  # [rows, blocks] int32
     starts: torch.Tensor  # [rows + 1] int32: where each row's latents begin, on the device
@@ -45,7 +44,6 @@ class ExpandedPlan:
     seq_lens: list[int]
     num_heads: int  # at once, a divisor of all
     wrapper: Any  # FlashInfer's, planned; None: by torch
-    masks: Sequence[torch.Tensor | None]  # by row, where there is none
 
 
 class CudaLatentAttention:
@@ -81,54 +79,63 @@ class CudaLatentAttention:
         self._dtype = dtype
         self._device = device
         self._head_dim = latents.key_dim + latents.rotary_dim
+        token_bytes = latents.heads.head_dim, self._head_dim + latents.value_dim
+        self._sizes = LatentSizes(*(width * dtype.itemsize for width in token_bytes))
+        self._room = torch.empty(EXPANDED_BYTES, dtype=torch.uint8, device=device.torch_device)
         sizes, self._wrappers = (self._head_dim, latents.value_dim), list[Any]()
+        self._num_entries = num_ring_entries
         self._copied: list[torch.cuda.Event] = []
         if has_flashinfer() and sizes in EXPANDED_SIZES and latents.heads.window is None:
             from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
-            entries, shared = range(num_ring_entries), space()
-            backend = "fa3" if shared.has_copies else "auto"
+            shared = space()
+            count, backend = num_ring_entries + MOST_GROUPS - 1, "fa3" if shared.has_copies else "auto"
             self._wrappers = [
-                BatchPrefillWithRaggedKVCacheWrapper(shared.workspace, "NHD", backend=backend) for _ in entries
+                BatchPrefillWithRaggedKVCacheWrapper(shared.workspace, "NHD", backend=backend) for _ in range(count)
             ]
-            self._copied = [torch.cuda.Event() for _ in entries]
+            self._copied = [torch.cuda.Event() for _ in range(count)]
         else:
             _LOG.warning("prefill attention runs in plain torch, several times slower: no FlashInfer for %s", sizes)
 
     def plan(self, batch: AttentionBatch, ring_entry: int) -> None:
-        """Add the plan of the batch's prefill rows. Waits only for the copy of the entry's last plan."""
-        latents, query_lens, seq_lens = self._latents, batch.prefill_query_lens, batch.prefill_seq_lens
-        num_all, wrapper, masks = latents.heads.num_heads, None, list[torch.Tensor | None]()
-        if self._wrappers:
-            self._copied[ring_entry].synchronize()
-        token_bytes = sum(seq_lens) * (self._head_dim + latents.value_dim) * self._dtype.itemsize
-        most = max(1, _EXPANDED_BYTES // token_bytes)
-        num_heads = next(count for count in range(min(num_all, most), 0, -1) if num_all % count == 0)
-        starts, tables = prefix_sums(seq_lens), batch.block_tables[latents.heads.group][batch.num_decode_rows :]
-        if self._wrappers:
-            wrapper = self._wrappers[ring_entry]
-            wrapper.plan(
-                prefix_sums(query_lens),
-                starts,
-                num_heads,
-                num_heads,
-                self._head_dim,
-                head_dim_vo=latents.value_dim,
-                causal=True,
-                sm_scale=latents.heads.scale,
-                q_data_type=self._dtype,
-                kv_data_type=self._dtype,
-            )
-        else:
-            rows, heads = zip(query_lens, seq_lens, strict=True), latents.heads
-            masks = [
-                piece_mask(RowPiece(0, queries, 0), length - queries, heads, self._dtype, tables.device)
-                for queries, length in rows
-            ]
-        starts_there = starts.to(self._device.torch_device, non_blocking=True)
-        if self._wrappers:
-            self._copied[ring_entry].record()
-        batch.plans[self._kind] = ExpandedPlan(tables, starts_there, query_lens, seq_lens, num_heads, wrapper, masks)
+        """Add the plan of the batch's prefill rows, group by group.
+
+        The first group has the entry's wrapper. The others share some with other steps, which have been launched, and
+        wait for the copies of their last plans.
+        """
+        query_lens, seq_lens = batch.prefill_query_lens, batch.prefill_seq_lens
+        num_heads, runs = group_rows(seq_lens, self._sizes, self._latents.heads.num_heads)
+        tables = batch.block_tables[self._latents.heads.group][batch.num_decode_rows :]
+        needed = max(sum(seq_lens[rows]) for rows in runs) * self._sizes.of_token(num_heads)
+        if needed > len(self._room):  # a row alone, whose bytes are planned
+            self._room = self._room.new_empty(needed)
+        groups = list[ExpandedGroup]()
+        for index, rows in enumerate(runs):
+            wrapper = None
+            starts = prefix_sums(seq_lens[rows])
+            if self._wrappers and index < MOST_GROUPS:
+                which = ring_entry if index == 0 else self._num_entries + index - 1
+                wrapper = self._wrappers[which]
+                self._copied[which].synchronize()
+                self._plan_wrapper(wrapper, prefix_sums(query_lens[rows]), starts, num_heads)
+                self._copied[which].record()
+            there = starts.to(self._device.torch_device, non_blocking=True)
+            groups.append(ExpandedGroup(tables[rows], there, query_lens[rows], seq_lens[rows], num_heads, wrapper))
+        batch.plans[self._kind] = groups
+
+    def _plan_wrapper(self, wrapper: Any, query_starts: torch.Tensor, starts: torch.Tensor, num_heads: int) -> None:
+        wrapper.plan(
+            query_starts,
+            starts,
+            num_heads,
+            num_heads,
+            self._head_dim,
+            head_dim_vo=self._latents.value_dim,
+            causal=True,
+            sm_scale=self._latents.heads.scale,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
 
     def run(
         self,
@@ -175,22 +182,25 @@ class CudaLatentAttention:
             )
             torch.bmm(summed, latents.expand[:, key_dim:].transpose(1, 2), out=out_rows)
         if batch.prefill_query_lens:
-            plan = batch.plans.get(self._kind)
-            assert isinstance(plan, ExpandedPlan), "prefill rows need plan_attention"
-            tokens = slice(num_decode_tokens, batch.num_tokens)
-            self._attend_expanded(plan, queries[tokens], latents, cache, out[tokens])
+            groups, start = batch.plans.get(self._kind), num_decode_tokens
+            assert isinstance(groups, list), "prefill rows need plan_attention"
+            for each in groups:
+                tokens = slice(start, start + sum(each.query_lens))
+                self._attend_expanded(each, queries[tokens], latents, cache, out[tokens])
+                start = tokens.stop
 
     def _attend_expanded(
-        self, plan: ExpandedPlan, queries: torch.Tensor, latents: LatentHeads, cache: LayerCache, out: torch.Tensor
+        self, group: ExpandedGroup, queries: torch.Tensor, latents: LatentHeads, cache: LayerCache, out: torch.Tensor
     ) -> None:
-        """Write the output of prefill rows. Shapes: queries [T, Hq, N + R]; out [T, Hq, Dv]."""
-        num_tokens, num_heads, key_dim = sum(plan.seq_lens), plan.num_heads, latents.key_dim
-        latent = queries.new_empty(num_tokens, 1, latents.rank)
-        ends = queries.new_empty(num_tokens, 1, latents.rotary_dim)
-        most_blocks = math.ceil(max(plan.seq_lens) / self._block_size)
-        gather_heads(cache, plan.tables, plan.starts, most_blocks, latents.heads, ends, latent, self._device)
-        keys = queries.new_empty(num_tokens, num_heads, self._head_dim)
-        values = queries.new_empty(num_tokens, num_heads, latents.value_dim)
+        """Write the output of a group's rows. Shapes: queries [T, Hq, N + R]; out [T, Hq, Dv]."""
+        num_tokens, num_heads, key_dim = sum(group.seq_lens), group.num_heads, latents.key_dim
+        widths = (num_heads * self._head_dim, num_heads * latents.value_dim, latents.rank, latents.rotary_dim)
+        counts = [num_tokens * width for width in widths]
+        room = self._room[: sum(counts) * queries.itemsize].view(queries.dtype).split_with_sizes(counts)
+        keys, values = (part.view(num_tokens, num_heads, -1) for part in room[:2])
+        latent, ends = (part.view(num_tokens, 1, -1) for part in room[2:])
+        most_blocks = math.ceil(max(group.seq_lens) / self._block_size)
+        gather_heads(cache, group.tables, group.starts, most_blocks, latents.heads, ends, latent, self._device)
         keys[:, :, key_dim:] = ends  # the same of all heads
         of_heads = latent.squeeze(1).expand(num_heads, -1, -1)
         for first in range(0, latents.heads.num_heads, num_heads):
@@ -198,23 +208,33 @@ class CudaLatentAttention:
             expand = latents.expand[heads].transpose(1, 2)
             torch.bmm(of_heads, expand[:, :, :key_dim], out=keys[:, :, :key_dim].transpose(0, 1))
             torch.bmm(of_heads, expand[:, :, key_dim:], out=values.transpose(0, 1))
-            out[:, heads] = self._attend_heads(plan, queries[:, heads], keys, values)
+            out[:, heads] = self._attend_heads(group, queries[:, heads], keys, values)
 
     def _attend_heads(
-        self, plan: ExpandedPlan, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, group: ExpandedGroup, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         """Return the output of some heads of prefill rows, [T, heads, Dv]."""
         out = queries.new_empty(*queries.shape[:2], values.shape[2])
-        if plan.wrapper is not None:
-            plan.wrapper.run(queries.contiguous(), keys, values, out=out)
+        if group.wrapper is not None:
+            group.wrapper.run(queries.contiguous(), keys, values, out=out)
             return out
-        first_query = first_key = 0
-        for num_queries, num_keys, mask in zip(plan.query_lens, plan.seq_lens, plan.masks, strict=True):
-            rows, tokens = slice(first_query, first_query + num_queries), slice(first_key, first_key + num_keys)
-            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (queries[rows], keys[tokens], values[tokens]))
-            scale = self._latents.heads.scale
-            attended = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)
-            out[rows] = attended.squeeze(0).transpose(0, 1)
+        num_heads, of_all, first_query, first_key = group.num_heads, self._latents.heads, 0, 0
+        heads = Heads(
+            num_heads,
+            num_heads,
+            self._head_dim,
+            v_dim=values.shape[2],
+            scale=of_all.scale,
+            window=of_all.window,
+        )
+        for num_queries, num_keys in zip(group.query_lens, group.seq_lens, strict=True):
+            before = num_keys - num_queries
+            for piece in row_pieces(num_queries, num_keys, heads):
+                rows = slice(first_query + piece.begin, first_query + piece.end)
+                tokens = slice(first_key + piece.first, first_key + before + piece.end)
+                k, v = keys[tokens].transpose(0, 1), values[tokens].transpose(0, 1)
+                mask = piece_mask(piece, before, heads, queries.dtype, queries.device)
+                out[rows] = attend_piece(queries[rows], k, v, mask, heads, heads.scale)
             first_query, first_key = first_query + num_queries, first_key + num_keys
         return out
 

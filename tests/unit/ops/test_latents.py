@@ -10,6 +10,7 @@ from latent_checks import check_latents
 
 from raypp.ops.cuda import step_attention
 from raypp.ops.cuda.latent_kernels import LatentTuning, tune_latents
+from raypp.ops.expanded_rows import MOST_GROUPS, LatentSizes, group_rows
 
 EXACT = torch.float32
 ODD = (5, 7, 6, 20, 9)
@@ -35,7 +36,7 @@ def test_decode_rows(sizes, lens, query_len, more):
 def test_prefill_rows_beside_decode_rows(scale, monkeypatch):
     monkeypatch.setattr(step_attention, "_on_host", lambda values: torch.tensor(values, dtype=torch.int32))
     check_latents(EXACT, ODD, [33, 5], 1, [(7, 30), (20, 20), (1, 12)], block_size=8, scale=scale)
-    monkeypatch.setattr("raypp.ops.cuda.latent_attention._EXPANDED_BYTES", 3000)  # one head after the other
+    monkeypatch.setattr("raypp.ops.expanded_rows.EXPANDED_BYTES", 3000)  # one head after the other
     check_latents(EXACT, ODD, [], 1, [(7, 30), (5, 5)], block_size=8, scale=scale)
 
 
@@ -50,3 +51,13 @@ def test_every_cut_fits(num_heads):
             assert heads * tuning.num_shares >= num_heads
             if tuning.num_splits > 1:
                 assert num_rows * tuning.num_shares * tuning.num_splits <= 2 * 132
+
+
+def test_groups_stay_within_what_is_planned():
+    sizes = LatentSizes(1152, 640)
+    for lens in ([8192] * 64, [163_840], [3000, 1, 70], [200_000, 5, 90_000], [6000] * 8):
+        groups = group_rows(lens, sizes, 128)
+        assert [length for rows in groups.rows for length in lens[rows]] == lens
+        most = max(sum(lens[rows]) for rows in groups.rows) * sizes.of_token(groups.num_heads)
+        assert most <= sizes.planned(max(lens))
+        assert len(groups.rows) <= MOST_GROUPS or groups.num_heads == 1

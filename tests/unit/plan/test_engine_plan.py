@@ -389,3 +389,17 @@ def test_blocks_that_take_nothing_are_not_without_end_in_cpu_memory():
     assert kept.num_snapshots == 1 << 10
     assert 100 <= kept.num_blocks[0] <= 10_000
     assert plan_cpu_kv(plan.config, memory, [100]).num_blocks == (0,)
+
+
+def test_memory_of_a_step_counts_what_prompts_expand_of_latents():
+    shape = str(Path(__file__).parents[3] / "benchmarks/models/glm-4.7-flash")
+    few = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 1, "max_num_batched_tokens": 512}
+    gpu = Hardware(16, 1 << 38, 1, "NVIDIA H200", 141 << 30, (9, 0))
+
+    def step_bytes(longest: int) -> int:
+        config = EngineConfig.from_flat(shape, max_model_len=longest, device="cuda", **few)
+        return plan_engine(config, gpu).memory[0].step_bytes
+
+    token_bytes = (512 + 64 + 256 + 256) * 2  # a latent, and key and value of one head
+    assert step_bytes(32768) == step_bytes(4096), "128 MiB hold all"
+    assert step_bytes(131072) - step_bytes(4096) == 131072 * token_bytes - (128 << 20)
