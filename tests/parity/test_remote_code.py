@@ -66,7 +66,7 @@ def test_code_is_refused_by_name(path: Path) -> None:
 
 def test_code_is_run_where_that_is_asked_for(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert first_difference(path, [2, 2], trusts_code=True) is None
-    assert try_cut(path, [2, 2], trusts_code=True) == {"whole": None, "cut": None}
+    assert try_cut(path, [2, 2], trusts_code=True) == {"whole": None, "cut": None, "members": None}
     for file in EMBEDDED.glob("tokenizer*"):
         shutil.copy(file, path)
     assert load_tokenizer(EngineConfig.from_flat(str(path), trust_remote_code=True)) is not None
