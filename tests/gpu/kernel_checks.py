@@ -285,7 +285,7 @@ def check_gated_delta(
         kernels.normal(shape.v_dim),
         1e-6,
     )
-    delta = CudaGatedDelta(heads, block_size=block_size, max_query_len=1 + max_drafts, device=kernels.device)
+    delta = CudaGatedDelta(heads, block_size=block_size, device=kernels.device)
     sizes = (shape, num_rows, block_size, max_drafts, dtype, DEVICE)
     left = [kernels.normal(*part.shape).to(part.dtype) for part in allocate_layer_state(*sizes, has_snapshots=True)]
     got_state, expected_state = (LayerState(*(part.clone() for part in left)) for _ in range(2))

@@ -9,8 +9,10 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from answer_comparison import num_parted_at_ties
 from eagle_reference import make_head
 from hf_models import make_checkpoint
+from sampling_reference import Case
 from test_cpu_kv import MAX_LEN, converse, scarce
 
 from raypp.ops.block_store import TorchBlockStore
@@ -19,6 +21,7 @@ from raypp.ops.kv_cache import FP8, LayerCache, allocate_layer_cache, sides
 from raypp.plan.hardware import Hardware
 
 NUM_BLOCKS, NUM_CPU_BLOCKS = 300, 500
+TIE = 0.1  # of the deviation of scores
 
 
 @pytest.mark.parametrize("num_staged", [1, 64])
@@ -89,8 +92,9 @@ def test_text_does_not_depend_on_it(tmp_path, method, mode):
     else:  # steps of one request alone, whose prompts begin where the same prefixes end, round alike
         few, others = (each | {"max_num_seqs": 1} for each in (few, scarce(settings, 4.0)))
         others |= {"num_state_snapshots": 64} if has_states else {}
-    without, before = converse(path, hardware, **others)
-    texts, after = converse(path, hardware, cpu_kv_bytes=1 << 26, **few)
+    asked: tuple[list[Case], list[Case]] = [], []
+    without, before = converse(path, hardware, asked[0], **others)
+    texts, after = converse(path, hardware, asked[1], cpu_kv_bytes=1 << 26, **few)
     assert after.num_blocks_copied_out > 0
     assert after.num_blocks_copied_in > 0
     assert (after.num_snapshots_copied_in > 0) == has_states
@@ -98,4 +102,7 @@ def test_text_does_not_depend_on_it(tmp_path, method, mode):
         assert after.num_prefix_hit_tokens > before.num_prefix_hit_tokens
     else:
         assert after.num_prefix_hit_tokens == before.num_prefix_hit_tokens
-    assert texts == without
+    if dtype == "float32" or "speculative" not in settings:
+        assert texts == without
+    else:  # a step of three tokens rounds otherwise than three steps of one, and a policy chooses between them
+        num_parted_at_ties(path, list(zip(*asked, strict=True)), list(zip(without, texts, strict=True)), TIE)

@@ -240,8 +240,7 @@ class CudaKernels:
 
     def gated_delta(self, heads: DeltaHeads) -> CudaGatedDelta:
         self._has_states = True
-        sizes = {"block_size": self._block_size, "max_query_len": self._max_query_len}
-        return CudaGatedDelta(heads, device=self._device, **sizes)
+        return CudaGatedDelta(heads, block_size=self._block_size, device=self._device)
 
     def _prefill_space(self) -> PrefillSpace:
         if not self._space:

@@ -80,14 +80,13 @@ class CudaGatedDelta:
     Args:
         heads: The layer's.
         block_size: Of the KV cache: tokens between two checkpoints.
-        max_query_len: The most query tokens of a decode row, 1 + K.
         device: Where it runs.
     """
 
-    def __init__(self, heads: DeltaHeads, *, block_size: int, max_query_len: int, device: Device) -> None:
+    def __init__(self, heads: DeltaHeads, *, block_size: int, device: Device) -> None:
         shape = heads.shape
         self._heads = heads
-        self._window = max(_LEAST_WINDOW, triton.next_power_of_2(block_size + max_query_len - 1))
+        self._block_size = block_size
         self._device = device
         self._widths = (shape.num_k_heads * shape.k_dim,) * 2 + (shape.num_v_heads * shape.v_dim,)
         self._conv_weight = heads.conv_weight.t().contiguous()  # [kernel size, C]: neighbours are read together
@@ -113,12 +112,12 @@ class CudaGatedDelta:
         assert spans is not None, "the step says nothing of its rows"
         convolved = self._convolve(projected[0], state, spans, num_tokens)
         tensors = (*projected, convolved, out, state)
-        self._replay(*tensors, spans, num_decode, is_end=False)
+        self._replay(*tensors, spans, num_decode, batch.decode_query_len, is_end=False)
         if batch.prefill_query_lens:
             plan = batch.plans.get(ScanPlan)
             if isinstance(plan, ScanPlan):
                 self._scan_prompts(projected[1], convolved, out, state, plan)
-            self._replay(*tensors, spans, num_decode, is_end=True)
+            self._replay(*tensors, spans, num_decode, 1, is_end=True)
         self._gate(projected[0], out, num_tokens)
 
     def _gate(self, x: torch.Tensor, out: torch.Tensor, num_tokens: int) -> None:
@@ -176,11 +175,14 @@ class CudaGatedDelta:
         state: LayerState,
         spans: RowSpans,
         num_decode: int,
+        query_len: int,
         *,
         is_end: bool,
     ) -> None:
         """Move the checkpoints of all rows, and compute the decode rows; or compute the ends of prompts' chunks."""
         heads, shape, num_rows = self._heads, self._heads.shape, len(spans.rows)
+        # From a checkpoint to a step's last token: registers that a step without drafts does not need cost a tenth.
+        window = max(_LEAST_WINDOW, triton.next_power_of_2(self._block_size + query_len - 1))
         part = min(_PART, triton.next_power_of_2(shape.v_dim))
         grid = (num_rows - num_decode if is_end else num_rows, shape.num_v_heads, triton.cdiv(shape.v_dim, part))
         _replay[grid](
@@ -206,7 +208,7 @@ class CudaGatedDelta:
             V_DIM=shape.v_dim,
             RING=state.keys.shape[1],
             NUM_INPUTS=state.inputs.shape[1],
-            WINDOW=self._window,
+            WINDOW=window,
             BLOCK_K=triton.next_power_of_2(shape.k_dim),
             PART=part,
             IS_END=is_end,

@@ -493,14 +493,14 @@ def call_states(_: Workspace) -> None:
     heads_of = DeltaHeads(
         shape, torch.zeros(shape.conv_dim, 4, dtype=BF16), ones, ones, torch.ones(128, dtype=BF16), 1e-6
     )
-    for max_drafts in (0, 3, 7) if IS_FULL else (3,):
-        delta = CudaGatedDelta(heads_of, block_size=16, max_query_len=1 + max_drafts, device=DEVICE)
+    delta = CudaGatedDelta(heads_of, block_size=16, device=DEVICE)
+    for max_drafts, query_len in ((0, 1), (3, 1), (3, 4), (7, 8)) if IS_FULL else ((3, 1), (3, 4)):
         state = allocate_layer_state(shape, 1, 16, max_drafts, BF16, CPU, has_snapshots=False)
-        numbers = torch.zeros(3, dtype=torch.int32)
-        batch = AttentionBatch(1, 1, numbers, [], [], [24], [24])
+        numbers, num_tokens = torch.zeros(3, dtype=torch.int32), query_len + 24
+        batch = AttentionBatch(1, query_len, numbers, [], [], [24], [24])
         batch.spans = RowSpans(torch.zeros(2, dtype=torch.int64), *[numbers] * 2, numbers.long(), numbers, numbers)
         batch.plans[ScanPlan] = plan_scan(batch, 16, CPU)
-        delta((torch.zeros(25, 16384, dtype=BF16), torch.zeros(25, 96, dtype=BF16)), state, batch)
+        delta((torch.zeros(num_tokens, 16384, dtype=BF16), torch.zeros(num_tokens, 96, dtype=BF16)), state, batch)
     gated = Heads(24, 4, 256, HeadNorm(*torch.ones(2, 256), 1e-6), rotary_dim=64, has_gate=True)
     cache, integers = LayerCache(*torch.zeros(2, 3, 4, 16, 256, dtype=BF16)), torch.zeros(16, dtype=torch.int64)
     qkv, by = torch.zeros(16, 14336, dtype=BF16), heads.rotation_table(integers, torch.ones(32), DEVICE)
