@@ -42,12 +42,13 @@ from raypp.ops.cuda.experts import (
 )
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.projection import Tuning
-from raypp.ops.weight import Weight, WeightKind
+from raypp.ops.weight import FP4, Weight, WeightKind
 
 SHAPES = {
     "30b": ExpertShape(2048, 768, 128, 8),
     "235b": ExpertShape(4096, 1536, 128, 8),
     "mixtral": ExpertShape(4096, 14336, 8, 2),
+    "gpt-oss": ExpertShape(2880, 2880, 32, 4),
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048, 8192)
 FEW_PAIRS = 32  # with more pairs, they are put into tiles
@@ -83,7 +84,10 @@ def tile_tunings(shape: ExpertShape, tile_rows: int) -> tuple[list[Tuning], list
     else:
         gate_ups, gate_up_stages = [(32, 128, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8)], (2, 4, 6)
         downs, down_stages = [(64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 128, 8)], (2, 4, 6)
-    if shape.kinds[0] != "plain":
+    if shape.kinds[0] == "fp4":
+        gate_ups = downs = [(64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 8), (128, 128, 4), (128, 128, 8)]
+        gate_up_stages = down_stages = (3, 4) if tile_rows >= 64 else (3, 4, 6)
+    elif shape.kinds[0] != "plain":
         narrow = [] if shape.kinds[1] == "fp8" else [(32, 128, 4), (64, 128, 4), (64, 128, 8)]
         gate_ups = [*narrow, (128, 128, 4), (128, 128, 8)]
         downs = [(64, 128, 4), (64, 128, 8), (128, 128, 4), (128, 128, 8), (256, 128, 8)]
@@ -104,7 +108,7 @@ def all_tile_rows(num_tokens: int, shape: ExpertShape) -> list[int]:
     found = [0] if num_pairs <= FEW_PAIRS else []
     if num_tokens > 1:
         least = 16 if "fp8" in shape.kinds else 8
-        most = 64 if shape.kinds != ("plain", "plain") else 128
+        most = 128 if shape.kinds in (("plain", "plain"), ("fp4", "fp4")) else 64
         found += [
             rows for rows in (8, 16, 32, 64, 128) if least <= rows <= most and min(mean, 64) <= rows <= 4 * mean + 16
         ]
@@ -115,6 +119,11 @@ def cuts_of(tile_rows: int, num_tokens: int, shape: ExpertShape) -> tuple[Expert
     """Return the cut to begin with, and candidates for each product."""
     begin = default_cut(num_tokens, shape, Device.of(torch.device("cuda")), tile_rows)
     gate_ups, downs = tile_tunings(shape, tile_rows) if tile_rows else few_tunings(shape)
+    if begin.gate_up.num_splits > 1:
+        gate_ups, downs = (
+            [replace(tuning, num_splits=splits) for tuning in each for splits in (1, 2, 4, 6)]
+            for each in (gate_ups, downs)
+        )
     return begin, gate_ups, downs
 
 
@@ -143,10 +152,10 @@ def tune(layers: list[CudaExperts], num_tokens: int, shape: ExpertShape) -> tupl
 
 
 def cut_name(cut: ExpertCut) -> str:
-    """Return a cut in a few characters: outputs x inputs, stages, warps."""
+    """Return a cut in a few characters: outputs x inputs, splits, stages, warps."""
 
     def name(tuning: Tuning) -> str:
-        return f"{tuning.outputs}x{tuning.inputs} s{tuning.num_stages} w{tuning.num_warps}"
+        return f"{tuning.outputs}x{tuning.inputs} / {tuning.num_splits} s{tuning.num_stages} w{tuning.num_warps}"
 
     return f"rows {cut.tile_rows}, gate_up {name(cut.gate_up)}, down {name(cut.down)}"
 
@@ -192,7 +201,7 @@ def random_experts(shape: ExpertShape, num_layers: int, seed: int = 0) -> list[C
 
 
 def random_weight(shape: tuple[int, int, int], kind: WeightKind) -> Weight:
-    """Return weights of a normal distribution, nearly: FP8 with blocks of 128 x 128, or INT4 with groups of 128."""
+    """Return weights of a normal distribution, nearly: FP8 by blocks of 128 x 128, INT4 by 128 inputs, FP4 by 32."""
     experts, outputs, inputs = shape
     if kind == "plain":
         return Weight(torch.empty(shape, device="cuda", dtype=BF16).normal_(0, 0.02))
@@ -203,6 +212,9 @@ def random_weight(shape: tuple[int, int, int], kind: WeightKind) -> Weight:
             each.copy_(torch.randn(outputs, inputs, device="cuda", dtype=BF16) * 5)
         return Weight(data, scale, block=(128, 128))
     data = torch.randint(0, 256, (experts, outputs, inputs // 2), device="cuda", dtype=torch.uint8)
+    if kind == "fp4":
+        exponents = torch.randint(118, 122, (experts, outputs, inputs // 32), device="cuda", dtype=torch.uint8)
+        return Weight(data.view(FP4), exponents.view(torch.float8_e8m0fnu), block=(1, 32))
     scale = torch.rand(experts, outputs, inputs // 128, device="cuda", dtype=BF16) * 4e-3 + 2e-3
     return Weight(data, scale, torch.randint_like(scale, 6, 10).to(torch.uint8), (1, 128))
 
@@ -255,7 +267,7 @@ def main() -> None:
     """Compile, measure, write the table, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", choices=list(SHAPES), nargs="+", default=["30b", "235b"])
-    parser.add_argument("--kinds", choices=("plain", "fp8", "int4"), nargs="+", default=["plain", "fp8", "int4"])
+    parser.add_argument("--kinds", choices=("plain", "fp8", "int4", "fp4"), nargs="+", default=["plain", "fp8", "int4"])
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--table", type=Path, default=TABLE)
     args = parser.parse_args()

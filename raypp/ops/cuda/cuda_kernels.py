@@ -184,7 +184,7 @@ class CudaKernels:
         return CudaExperts(norm_weight, eps, router, weights, self._device, self._workspace)
 
     def chosen_experts(self, weights: ExpertWeights) -> CudaChosenExperts:
-        return CudaChosenExperts(weights, self._dtype, self._device)
+        return CudaChosenExperts(weights, self._dtype, self._device, self._workspace)
 
     def lm_head(
         self,

@@ -25,8 +25,15 @@ import triton.language as tl
 
 from raypp.ops.backend import SILU, Gate
 from raypp.ops.cuda.between_products import constants_of, gated
-from raypp.ops.cuda.int4_products import Int4Product, Int4Tuning, can_pack, project_int4_of_experts
-from raypp.ops.cuda.kernel_launch import Device, fence_shared, start
+from raypp.ops.cuda.int4_products import (
+    TILE,
+    Int4Product,
+    Int4Tuning,
+    can_pack,
+    piece_inputs,
+    project_int4_of_experts,
+)
+from raypp.ops.cuda.kernel_launch import Device, Workspace, fence_shared, start
 from raypp.ops.cuda.projection import Tuning
 from raypp.ops.cuda.router_kernels import SCALED, Arranged, Inputs, Routed
 from raypp.ops.cuda.token_quantization import in_8_bits
@@ -151,6 +158,7 @@ def gate_up_tiles(
     like: torch.Tensor,
     tuning: Tuning,
     device: Device,
+    workspace: Workspace,
 ) -> Inputs:
     """Return gate and up as one for each pair, [T * k, I], in the order of `arranged.pairs`, for a `next_kind`.
 
@@ -166,10 +174,12 @@ def gate_up_tiles(
         like: A tensor of the tokens' type.
         tuning: How the work is cut.
         device: Where it runs.
+        workspace: For products of 4 bits that are split.
     """
     if isinstance(weight, Int4Product):
         x = arranged.normed.values
-        return Inputs(project_int4_of_experts(x, weight, arranged, num_chosen, _int4_tuning(tuning), device))
+        cut = _int4_tuning(tuning, weight)
+        return Inputs(project_int4_of_experts(x, weight, arranged, num_chosen, cut, device, workspace))
     y = Inputs.empty(len(arranged.pairs), weight.num_outputs // 2, next_kind, like)
     _launch_tiles(arranged.normed, weight, bias, arranged, y, num_chosen, next_kind, tuning, device, gate)
     return y
@@ -184,20 +194,23 @@ def down_tiles(
     like: torch.Tensor,
     tuning: Tuning,
     device: Device,
+    workspace: Workspace,
 ) -> torch.Tensor:
     """Return each pair's product, [T * k, H], in the order of their numbers, in the type of `like`.
 
     Shapes: x [T * k, I], in the order of `arranged.pairs`; weight [E, H, I] contiguous; bias [E, H].
     """
     if isinstance(weight, Int4Product):
-        return project_int4_of_experts(x.values, weight, arranged, num_chosen, _int4_tuning(tuning), device)
+        cut = _int4_tuning(tuning, weight)
+        return project_int4_of_experts(x.values, weight, arranged, num_chosen, cut, device, workspace)
     y = Inputs.empty(len(x.values), weight.num_outputs, "plain", like)
     _launch_tiles(x, weight, bias, arranged, y, num_chosen, "plain", tuning, device)
     return y.values
 
 
-def _int4_tuning(tuning: Tuning) -> Int4Tuning:
-    return Int4Tuning(max(1, tuning.outputs // 64), 1, tuning.num_warps, tuning.num_stages)
+def _int4_tuning(tuning: Tuning, product: Int4Product) -> Int4Tuning:
+    strips, pieces = max(1, tuning.outputs // TILE), max(1, tuning.inputs // piece_inputs(product.weight))
+    return Int4Tuning(strips, tuning.num_splits, tuning.num_warps, tuning.num_stages, pieces=pieces)
 
 
 def sum_of_experts(y: torch.Tensor, routed: Routed, residual: torch.Tensor, device: Device) -> torch.Tensor:

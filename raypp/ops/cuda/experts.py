@@ -31,15 +31,18 @@ from raypp.ops.cuda.expert_products import (
     has_kernel,
     sum_of_experts,
 )
-from raypp.ops.cuda.int4_products import Int4Product, pack
+from raypp.ops.cuda.int4_products import TILE, Int4Product, pack
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.projection import Tuning
-from raypp.ops.cuda.router_kernels import Routed, arrange, route
+from raypp.ops.cuda.router_kernels import Routed, arrange, most_tiles, route
 from raypp.ops.weight import Weight, WeightKind, linear_in_float32
 
+FOUR_BITS = ("int4", "fp4")
 TABLE = Path(__file__).parents[2] / "assets" / "expert_cuts.json"
 
 _LEAST_TILE_ROWS = 16
+_SPLIT_PROGRAMS, _LEAST_SPLIT_INPUTS = 6, 512
+"""Of each processor, and of each split."""
 MOST_FEW_PAIRS = 16
 """Up to so many pairs of a token and an expert are multiplied element by element."""
 
@@ -81,12 +84,28 @@ def default_cut(num_tokens: int, shape: ExpertShape, device: Device, tile_rows: 
     gate_up, down = shape.kinds
     if tile_rows is None:
         rows = triton.next_power_of_2(triton.cdiv(num_pairs, shape.num_experts))
-        most = 128 if shape.kinds == ("plain", "plain") else 64
-        is_few = num_pairs <= MOST_FEW_PAIRS and "int4" not in shape.kinds
+        most = 128 if shape.kinds in (("plain", "plain"), ("fp4", "fp4")) else 64
+        is_few = num_pairs <= MOST_FEW_PAIRS and not set(FOUR_BITS) & set(shape.kinds)
         tile_rows = 0 if is_few else min(max(16, 2 * rows), most)
     if not tile_rows:
         return ExpertCut(0, _few_gate_up(gate_up), _few_down(shape))
-    return ExpertCut(tile_rows, _tiles(tile_rows, gate_up, device, True), _tiles(tile_rows, down, device, False))
+    cuts = _tiles(tile_rows, gate_up, device, True), _tiles(tile_rows, down, device, False)
+    sizes = (shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)
+    num_tiles = most_tiles(num_pairs, shape.num_experts, tile_rows)
+    return ExpertCut(
+        tile_rows,
+        *(
+            _split(cut, num_tiles, *size, device) if kind in FOUR_BITS else cut
+            for kind, cut, size in zip(shape.kinds, cuts, sizes, strict=True)
+        ),
+    )
+
+
+def _split(cut: Tuning, num_tiles: int, num_outputs: int, num_inputs: int, device: Device) -> Tuning:
+    """Return the cut of a product of 4 bits, split along its inputs if processors have few programs."""
+    num_programs = -(-num_outputs // TILE) * num_tiles
+    num_splits = min(_SPLIT_PROGRAMS * device.num_processors // num_programs, num_inputs // _LEAST_SPLIT_INPUTS)
+    return replace(cut, outputs=TILE, inputs=2 * TILE, num_splits=num_splits) if num_splits > 1 else cut
 
 
 def shape_entry(shape: ExpertShape) -> str:
@@ -99,7 +118,8 @@ def shape_entry(shape: ExpertShape) -> str:
 def cut_entry(cut: ExpertCut) -> list[Any]:
     """Return a cut as the table has it."""
     products = [
-        [tuning.outputs, tuning.inputs, tuning.num_warps, tuning.num_stages] for tuning in (cut.gate_up, cut.down)
+        [tuning.outputs, tuning.inputs, tuning.num_splits, tuning.num_warps, tuning.num_stages]
+        for tuning in (cut.gate_up, cut.down)
     ]
     return [cut.tile_rows, *products]
 
@@ -113,8 +133,7 @@ def _tabulated(num_tokens: int, shape: ExpertShape, device: Device) -> ExpertCut
         cuts = {int(tokens): entry for tokens, entry in tables[name].get(shape_entry(shape), {}).items()}
         if cuts:
             tile_rows, *products = cuts[min(cuts, key=lambda tokens: (abs(math.log2(tokens / num_tokens)), -tokens))]
-            tunings = (Tuning(outputs, inputs, 1, warps, stages) for outputs, inputs, warps, stages in products)
-            return ExpertCut(tile_rows, *tunings)
+            return ExpertCut(tile_rows, *(Tuning(*product) for product in products))
     return None
 
 
@@ -144,6 +163,9 @@ def _tiles(tile_rows: int, kind: WeightKind, device: Device, is_gated: bool) -> 
     """Return how a product of tiles is cut: into as many outputs as shared memory holds."""
     if kind == "fp8":
         tuning = Tuning(128, 128, num_warps=8 if tile_rows == 64 else 4, num_stages=3 if is_gated else 4)
+    elif kind == "fp4":  # eight warps take up to four times as long
+        tuning = Tuning(64, 64) if is_gated else Tuning(128, 128)
+        tuning = replace(tuning, num_stages=3 if tile_rows >= 64 else 4)
     elif kind == "int4":
         tuning = Tuning(64, 128, num_warps=8 if tile_rows == 64 else 4, num_stages=4)
     elif tile_rows == 128:
@@ -158,7 +180,7 @@ def _tiles(tile_rows: int, kind: WeightKind, device: Device, is_gated: bool) -> 
 
 def _stage_bytes(tile_rows: int, kind: WeightKind, tuning: Tuning, is_gated: bool) -> int:
     """Return the shared memory of the weights and tokens that a program multiplies at once."""
-    of_weight, of_tokens = {"plain": (2, 2), "fp8": (1, 1), "int4": (0.5, 2)}[kind]
+    of_weight, of_tokens = {"plain": (2, 2), "fp8": (1, 1), "int4": (0.5, 2), "fp4": (0.5, 2)}[kind]
     of_weight *= 2 if is_gated else 1
     return int(tuning.inputs * (tuning.outputs * of_weight + tile_rows * of_tokens))
 
@@ -173,9 +195,10 @@ class ExpertProducts:
         weights: Theirs.
         dtype: Of the tokens.
         device: Where they run.
+        workspace: For what several programs share.
     """
 
-    def __init__(self, weights: ExpertWeights, dtype: torch.dtype, device: Device) -> None:
+    def __init__(self, weights: ExpertWeights, dtype: torch.dtype, device: Device, workspace: Workspace) -> None:
         gate_up, down = (_readable(weight, dtype, device) for weight in (weights.gate_up, weights.down))
         if gate_up.kind in FOUR_BITS and down.kind == "fp8":  # the first would have to round what the second reads
             gate_up = Weight(gate_up.dequantized(dtype))
@@ -184,11 +207,12 @@ class ExpertProducts:
         )
         self._gate = weights.gate
         self._kinds: tuple[WeightKind, WeightKind] = (_layout(gate_up.kind), _layout(down.kind))
-        self._shape = ExpertShape(down.num_outputs, down.num_inputs, len(down.data), 1, self._kinds)
+        self._shape = ExpertShape(down.num_outputs, down.num_inputs, len(down.data), 1, (gate_up.kind, down.kind))
         self._gate_up = _product(gate_up, self._biases[0], weights.gate, is_gated=True)
         self._down = _product(down, self._biases[1], weights.gate, is_gated=False)
         self.num_bytes = gate_up.num_bytes + down.num_bytes  # biases aside
         self._device = device
+        self._workspace = workspace
         self._cuts: dict[tuple[int, int], ExpertCut] = {}
 
     def cut(self, num_tokens: int, num_chosen: int) -> ExpertCut:
@@ -208,14 +232,15 @@ class ExpertProducts:
         cut: ExpertCut,
     ) -> torch.Tensor:
         """Return residual + each token's experts of norm(x). Shapes: x, residual [T, H]; the latter is overwritten."""
-        device, num_chosen, (kind, next_kind) = self._device, routed.experts.shape[1], self._kinds
+        where, num_chosen, (kind, next_kind) = (self._device, self._workspace), routed.experts.shape[1], self._kinds
+        device = self._device
         gate_up, down, (bias, down_bias) = self._gate_up, self._down, self._biases
         if not cut.tile_rows and isinstance(gate_up, Weight) and isinstance(down, Weight):
             y = gate_up_few(x, *norm, gate_up, bias, self._gate, routed, cut.gate_up, device)
             return down_few(y, residual, down, down_bias, routed, cut.down, device)
         arranged = arrange(x, *norm, routed, self._shape.num_experts, cut.tile_rows or _LEAST_TILE_ROWS, kind, device)
-        between = gate_up_tiles(gate_up, bias, self._gate, arranged, num_chosen, next_kind, x, cut.gate_up, device)
-        y = down_tiles(between, down, down_bias, arranged, num_chosen, x, cut.down, device)
+        between = gate_up_tiles(gate_up, bias, self._gate, arranged, num_chosen, next_kind, x, cut.gate_up, *where)
+        y = down_tiles(between, down, down_bias, arranged, num_chosen, x, cut.down, *where)
         return sum_of_experts(y, routed, residual, device)
 
 
@@ -244,7 +269,7 @@ class CudaExperts:
         self._norm = (norm_weight, eps)
         self._router = router
         self._folded = (weight.float() * norm_weight.float()).to(weight.dtype) if router.is_plain else None
-        self.products = ExpertProducts(weights, weight.dtype, device)
+        self.products = ExpertProducts(weights, weight.dtype, device, workspace)
         self._device = device
         self._workspace = workspace
 
@@ -277,8 +302,8 @@ class CudaExperts:
 class CudaChosenExperts:
     """See `raypp.ops.backend.ChosenExperts`; the arguments of `ExpertProducts`."""
 
-    def __init__(self, weights: ExpertWeights, dtype: torch.dtype, device: Device) -> None:
-        self._products = ExpertProducts(weights, dtype, device)
+    def __init__(self, weights: ExpertWeights, dtype: torch.dtype, device: Device, workspace: Workspace) -> None:
+        self._products = ExpertProducts(weights, dtype, device, workspace)
 
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         y = torch.zeros_like(x)
@@ -286,9 +311,6 @@ class CudaChosenExperts:
             return y
         routed = Routed(experts.to(torch.int32).contiguous(), weights.float().contiguous())
         return self._products.run(x.contiguous(), (None, 0.0), routed, y, self._products.cut(*experts.shape))
-
-
-FOUR_BITS = ("int4", "fp4")
 
 
 def _layout(kind: WeightKind) -> WeightKind:

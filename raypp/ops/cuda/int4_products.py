@@ -183,6 +183,29 @@ _FP16_CENTERED = tl.constexpr(_EXPAND.format(offset="0x64006400", end=_FP16))
 _FP16_RAISED = tl.constexpr(_EXPAND.format(offset="0x64006400", end=_MOVE))
 
 
+def _of_floats(places: tuple[int, int], mask: str, power: str, type_: str) -> str:
+    """Return the same of floats: sign and magnitude move to where a larger type has them, times a power of two.
+
+    Args:
+        places: How far the magnitudes of low and of high halves move.
+        mask: Of the magnitudes.
+        power: Of two, that subnormal numbers and others alike are too small by.
+        type_: Of two numbers.
+    """
+    halves = [(source, of_half) for of_half in range(2) for source in "ab"]
+    moves = (
+        f"shl.b32 c, {source}, {places[of_half]}; and.b32 c, c, {mask}; shl.b32 d, {source}, {12 - 4 * of_half}; "
+        f"lop3.b32 c, d, 0x80008000, c, 0xea; fma.rn.{type_} ${target}, c, e, f;"
+        for target, (source, of_half) in enumerate(halves)
+    )
+    begin = f"mov.b32 e, {power}; mov.b32 f, 0x80008000; prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342;"
+    return "\n".join(("{", ".reg .b32 a, b, c, d, e, f;", begin, *moves, "}"))
+
+
+_BF16_FLOATS = tl.constexpr(_of_floats((6, 2), "0x01c001c0", "0x7e807e80", "bf16x2"))  # 2^126
+_FP16_FLOATS = tl.constexpr(_of_floats((9, 5), "0x0e000e00", "0x74007400", "f16x2"))  # 2^14
+
+
 @dataclass(frozen=True, eq=False)
 class Int4Product:
     """What a product needs. N outputs, K inputs."""
@@ -209,7 +232,8 @@ class Int4Tuning:
         num_stages: Pieces of the weight under way from memory.
         most_rows: Of a tile.
         pieces: Of up to 128 inputs in a round, at whose beginning the next one's scales are asked for.
-        folds: Whether codes are multiplied by their scales before the product, not sums after it.
+        folds: Whether codes are multiplied by their scales before the product, not sums after it. Floats of 4 bits
+            always are in bfloat16, which holds them times a power of two.
     """
 
     strips: int = 1
@@ -260,7 +284,13 @@ def project_int4(
 
 
 def project_int4_of_experts(
-    x: torch.Tensor, product: Int4Product, arranged: Arranged, num_chosen: int, tuning: Int4Tuning, device: Device
+    x: torch.Tensor,
+    product: Int4Product,
+    arranged: Arranged,
+    num_chosen: int,
+    tuning: Int4Tuning,
+    device: Device,
+    workspace: Workspace,
 ) -> torch.Tensor:
     """Return each pair's product with its expert, [T * k, N].
 
@@ -268,8 +298,12 @@ def project_int4_of_experts(
     [T * k, K] is in that order, and the result in that of the pairs' numbers.
     """
     y = torch.empty(len(arranged.pairs), product.num_outputs, dtype=x.dtype, device=x.device)
-    num_row_tiles = arranged.tiles.shape[1]
-    _launch(x, product, None, y, arranged.tile_rows, num_row_tiles, tuning, device, y, y, arranged, num_chosen)
+    num_row_tiles, partial = arranged.tiles.shape[1], y
+    if tuning.num_splits > 1:  # of few pairs
+        weight, rows = product.weight, arranged.tile_rows * num_row_tiles * tuning.num_splits
+        partial = torch.empty(weight.padded_outputs * weight.num_parts * rows, dtype=torch.float32, device=x.device)
+    tiles, counters = (arranged.tile_rows, num_row_tiles), workspace.counters
+    _launch(x, product, None, y, *tiles, tuning, device, partial, counters, arranged, num_chosen)
     return y
 
 
@@ -325,10 +359,15 @@ def _launch(
         TILES=tiles,
         SPLITS=tuning.num_splits,
         PIECES=tuning.pieces,
-        FOLDS=tuning.folds,
+        FOLDS=tuning.folds or (weight.is_fp4 and x.dtype == torch.bfloat16),
         **options,
         **device.launch_options,
     )
+
+
+def piece_inputs(weight: PackedInt4) -> int:
+    """Return how many inputs are multiplied at once."""
+    return TILE * _tiles_of_piece(weight)
 
 
 def _tiles_of_piece(weight: PackedInt4) -> int:
@@ -344,19 +383,19 @@ def _padded(num_rows: int, tuning: Int4Tuning) -> int:
 @triton.jit
 def expanded(codes, dtype: tl.constexpr, IS_CENTERED: tl.constexpr, IS_FP4: tl.constexpr):
     """Return the low and the high halves of bytes: floats, or integers less 8, or else plus the offset of `dtype`."""
-    if IS_FP4:
+    if _IS_INTERPRETED and IS_FP4:
         halves = fp4_value(codes & 15).to(dtype), fp4_value(codes >> 4).to(dtype)
     elif _IS_INTERPRETED:
         offset: tl.constexpr = -8 if IS_CENTERED else 1024 if dtype == tl.float16 else 128
         halves = ((codes & 15).to(dtype) + offset).to(dtype), ((codes >> 4).to(dtype) + offset).to(dtype)
     elif dtype == tl.float16:
-        half: tl.constexpr = _FP16_CENTERED if IS_CENTERED else _FP16_RAISED
+        half: tl.constexpr = _FP16_FLOATS if IS_FP4 else _FP16_CENTERED if IS_CENTERED else _FP16_RAISED
         halves = tl.inline_asm_elementwise(
             half, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
         )
     else:
         tl.static_assert(dtype == tl.bfloat16, "products of 4 bits are in bfloat16 or float16")
-        asm: tl.constexpr = _BF16_CENTERED if IS_CENTERED else _BF16_RAISED
+        asm: tl.constexpr = _BF16_FLOATS if IS_FP4 else _BF16_CENTERED if IS_CENTERED else _BF16_RAISED
         halves = tl.inline_asm_elementwise(
             asm, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )

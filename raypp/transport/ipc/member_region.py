@@ -19,8 +19,12 @@ from raypp.transport.rendezvous import Meeting
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 1 << 20
-"""The largest tensor that is summed there; above it, NCCL is as quick. Figures: benchmarks/REPORT.md, "Members"."""
+_ALL_BYTES = 4 << 20
+"""The largest tensor that is summed there times the members, which each get it from each: above it, NCCL is as quick.
+
+Figures: benchmarks/REPORT.md, "Members".
+"""
+_ALIGNMENT = 4096
 NUM_PROGRAMS = 64
 """Of a sum. A program waits for the same one of each other member alone, so it needs no others beside it."""
 _PACKET_BYTES = 2  # for each byte of a tensor
@@ -41,14 +45,13 @@ class MemberRegion:
         ResourceError: there is not enough memory, or it cannot be shared.
     """
 
-    max_bytes = MAX_BYTES
-
     def __init__(self, device: CudaDevice, rank: int, count: int, meeting: Meeting) -> None:
         self._device = device
         self._rank = rank
         self._barrier = UnmapBarrier(rank, "member")
         self._mapped: list[int] = []
-        num_bytes = 2 * count * MAX_BYTES * _PACKET_BYTES
+        self.max_bytes = _ALL_BYTES // count // _ALIGNMENT * _ALIGNMENT
+        num_bytes = 2 * count * self.max_bytes * _PACKET_BYTES
         self._base = device.allocate(num_bytes)
         device.tensor(self._base, num_bytes).zero_()
         self.counts = torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=device.torch_device)

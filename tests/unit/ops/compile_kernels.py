@@ -339,7 +339,7 @@ def call_all(workspace: Workspace) -> None:
 class TwoMembers:
     """As the first of two members has them, with memory."""
 
-    rank, count, max_bytes, is_alone = 0, 2, 1 << 20, False
+    rank, count, max_bytes, is_alone = 0, 2, 2 << 20, False
 
     def __init__(self) -> None:
         self.memory = self
@@ -389,7 +389,8 @@ def call_experts(workspace: Workspace) -> None:
         )
         for outputs in (2880, 1440)
     )
-    experts = CudaChosenExperts(ExpertWeights(gate_up, down, *of_gpt_oss, Gate(1.702, 7.0, 1.0)), BF16, DEVICE)
+    weights = ExpertWeights(gate_up, down, *of_gpt_oss, Gate(1.702, 7.0, 1.0))
+    experts = CudaChosenExperts(weights, BF16, DEVICE, workspace)
     for rows in (1, 64, 1024):
         chosen = torch.zeros(rows, 4, dtype=torch.int32)
         experts(torch.empty(rows, 1440, dtype=BF16), chosen, torch.zeros(rows, 4))

@@ -21,7 +21,7 @@ H200 = Device(torch.device("cpu"), 132, has_dependent_launch=True, name="NVIDIA 
 
 @pytest.fixture
 def table(tmp_path, monkeypatch):
-    cuts = {"8": [16, [64, 64, 4, 3], [64, 128, 4, 2]], "64": [32, [64, 64, 4, 4], [128, 64, 8, 4]]}
+    cuts = {"8": [16, [64, 64, 1, 4, 3], [64, 128, 2, 4, 2]], "64": [32, [64, 64, 1, 4, 4], [128, 64, 1, 8, 4]]}
     path = tmp_path / "cuts.json"
     path.write_text(json.dumps({"NVIDIA H200": {shape_entry(SHAPE): cuts}}))
     monkeypatch.setattr(experts, "TABLE", path)
@@ -48,11 +48,19 @@ def test_other_shapes_are_not_in_the_table(table):
             assert choose_cut(num_tokens, shape, H200) == default_cut(num_tokens, shape, H200)
 
 
+def test_products_of_four_bits_are_split_where_there_are_few_programs():
+    """gpt-oss-20b's: one token, two, and more that give each processor enough."""
+    shape = ExpertShape(2880, 2880, 32, 4, ("fp4", "fp4"))
+    splits = [default_cut(num_tokens, shape, H200).gate_up.num_splits for num_tokens in (1, 2, 4, 64)]
+    assert splits == [4, 2, 1, 1]
+    assert default_cut(1, replace(shape, hidden=512), H200).gate_up.num_splits == 1  # too few inputs
+
+
 @pytest.mark.parametrize("shared_kib", [99, 163, 227])
 def test_every_cut_fits_the_shared_memory(shared_kib):
     """Of compute capability 8.6, 8.0 and 9.0; where there is enough, nothing is cut."""
     device, roomy = replace(H200, shared_bytes=shared_kib << 10), replace(H200, shared_bytes=1 << 30)
-    for kind in ("plain", "fp8", "int4"):
+    for kind in ("plain", "fp8", "int4", "fp4"):
         shape = replace(SHAPE, kinds=(kind, kind))
         for num_tokens in (8, 64, 256, 512, 1024, 4096):
             cut, whole = (default_cut(num_tokens, shape, each) for each in (device, roomy))
@@ -69,4 +77,4 @@ def test_the_table_that_ships_can_be_read():
             for tokens, (tile_rows, *products) in cuts.items():
                 assert int(tokens) > 0
                 assert tile_rows in (0, 8, 16, 32, 64, 128)
-                assert [len(product) for product in products] == [4, 4]
+                assert [len(product) for product in products] == [5, 5]

@@ -485,6 +485,8 @@ def test_arrangement_of_many_pairs(monkeypatch):
 
 
 FEW, TILES = ExpertCut(0, Tuning(4, 32), Tuning(4, 16)), ExpertCut(8, Tuning(16, 32), Tuning(16, 32))
+SPLIT = ExpertCut(16, Tuning(64, 128, num_splits=2), Tuning(64, 64, num_splits=3))
+"""Of products of 4 bits."""
 
 
 @pytest.mark.parametrize("cut", [FEW, TILES, None], ids=["few", "tiles", "chosen"])
@@ -510,19 +512,21 @@ EXPERTS_IN_FEWER_BITS = (
     (("fp8", "int4"), ((40, 32), (1, 32)), False),  # the first is widened
     (("fp4", "fp4"), ((1, 32), (1, 32)), False),
 )
-EXPERTS_IN_CI = ((TILES, EXPERTS_IN_FEWER_BITS[0]), (FEW, EXPERTS_IN_FEWER_BITS[3]))
+EXPERTS_IN_CI = ((TILES, EXPERTS_IN_FEWER_BITS[0]), (FEW, EXPERTS_IN_FEWER_BITS[3]), (SPLIT, EXPERTS_IN_FEWER_BITS[2]))
 
 
 @pytest.mark.parametrize(
     ("cut", "kinds", "blocks", "has_zero"),
     [
         pytest.param(cut, *values, marks=[] if (cut, values) in EXPERTS_IN_CI else pytest.mark.full)
-        for cut in (FEW, TILES)
+        for cut in (FEW, TILES, SPLIT)
         for values in EXPERTS_IN_FEWER_BITS
+        if cut is not SPLIT or values[0] in (("int4", "int4"), ("fp4", "fp4"))
     ],
 )
 def test_experts_in_fewer_bits(cut, kinds, blocks, has_zero):
-    cut = replace(cut, gate_up=Tuning(32, 32), down=Tuning(32, 16))
+    if cut is not SPLIT:
+        cut = replace(cut, gate_up=Tuning(32, 32), down=Tuning(32, 16))
     checks.check_experts(EXACT, 2, ExpertShape(160, 192, 3, 2, kinds), cut, blocks=blocks, has_zero=has_zero)
 
 
