@@ -350,13 +350,6 @@ class Router:
     bias: torch.Tensor | None = None  # [E], of the logits
     correction: torch.Tensor | None = None  # [E] float32: added to the scores for the choice, not for the weights
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is a softmax of a product without a bias."""
-        routing = self.routing
-        plain = Routing(routing.num_chosen, routing.normalizes, routing.is_even)
-        return self.bias is None and self.correction is None and routing == plain
-
 
 def choose_experts(
     logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None

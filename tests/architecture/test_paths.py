@@ -46,7 +46,7 @@ MAX_STATEMENTS = {
     "raypp/graphs": 420,
     "raypp/models": 4_192,  # with transformers' modules, kernels in their place; gated delta nets; eight more families
     "raypp/openai_api": 2_712,  # with calls of GLM, MiniMax and Gemma; what templates of gpt-oss and Llama take
-    "raypp/ops": 6_268,  # with caches by layer; states, latents, in torch and Triton; sums and choices of members
+    "raypp/ops": 6_315,  # caches by layer; states, latents, routers, in torch and Triton; sums, choices of members
     "raypp/pictures": 690,
     "raypp/plan": 1_700,  # numbers of stages and members are compared; each GPU counts as what it is
     "raypp/scheduler": 1_830,  # with caches and attention by layer

@@ -1217,15 +1217,20 @@ def check_chosen_experts(
     torch.testing.assert_close(got.float(), expected, atol=error, rtol=0)
 
 
-def check_routing(num_tokens: int, num_experts: int, routing: Routing) -> None:
+def check_routing(
+    num_tokens: int, num_experts: int, routing: Routing, *, has_bias: bool = False, has_correction: bool = False
+) -> None:
     """Experts and weights equal those of the twin, ties and hashes of bits included: nothing is rounded here."""
     kernels = Kernels(torch.float16, seed=num_experts)
     size = 64
     x = (kernels.normal(num_tokens, size) > 0).to(torch.float16) * 2 - 1  # its root mean square is 1
     router = (kernels.normal(num_experts, size) * 2).round() / 64
     router[num_experts // 2] = router[0]  # equally likely
-    got = route(x, router, 0.0, routing, kernels.device, kernels.workspace)
-    expected = choose_experts(x.float() @ router.float().T, routing)
+    bias = (kernels.normal(num_experts) * 4).round() / 4 if has_bias else None
+    correction = (kernels.normal(num_experts) * 4).round().float() / 64 if has_correction else None
+    got = route(x, Router(router, routing, bias, correction), 0.0, kernels.device, kernels.workspace)
+    logits = x.float() @ router.float().T
+    expected = choose_experts(logits if bias is None else logits + bias.float(), routing, correction)
     assert torch.equal(got.experts.long(), expected[0])
     torch.testing.assert_close(got.weights, expected[1], atol=1e-6, rtol=1e-5)
 

@@ -30,8 +30,8 @@ from raypp.ops.cuda.int4_products import (
     Int4Product,
     Int4Tuning,
     can_pack,
-    piece_inputs,
     project_int4_of_experts,
+    tiles_of_piece,
 )
 from raypp.ops.cuda.kernel_launch import Device, Workspace, fence_shared, start
 from raypp.ops.cuda.projection import Tuning
@@ -209,7 +209,7 @@ def down_tiles(
 
 
 def _int4_tuning(tuning: Tuning, product: Int4Product) -> Int4Tuning:
-    strips, pieces = max(1, tuning.outputs // TILE), max(1, tuning.inputs // piece_inputs(product.weight))
+    strips, pieces = max(1, tuning.outputs // TILE), max(1, tuning.inputs // (TILE * tiles_of_piece(product.weight)))
     return Int4Tuning(strips, tuning.num_splits, tuning.num_warps, tuning.num_stages, pieces=pieces)
 
 

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 import triton
 
-from raypp.ops.backend import ExpertWeights, Gate, Router, choose_experts
-from raypp.ops.cuda.between_products import rms_norm
+from raypp.ops.backend import ExpertWeights, Gate, Router
 from raypp.ops.cuda.expert_products import (
     down_few,
     down_tiles,
@@ -35,7 +34,7 @@ from raypp.ops.cuda.int4_products import TILE, Int4Product, pack
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.projection import Tuning
 from raypp.ops.cuda.router_kernels import Routed, arrange, most_tiles, route
-from raypp.ops.weight import Weight, WeightKind, linear_in_float32
+from raypp.ops.weight import Weight, WeightKind
 
 FOUR_BITS = ("int4", "fp4")
 TABLE = Path(__file__).parents[2] / "assets" / "expert_cuts.json"
@@ -250,7 +249,7 @@ class CudaExperts:
     Args:
         norm_weight: [H].
         eps: Of the norm.
-        router: Chooses them; its weight is of the tokens' type. One that is not plain is computed by torch.
+        router: Chooses them; its weight is of the tokens' type.
         weights: Theirs.
         device: Where it runs.
         workspace: For what several programs share.
@@ -267,8 +266,7 @@ class CudaExperts:
     ) -> None:
         weight = router.weight
         self._norm = (norm_weight, eps)
-        self._router = router
-        self._folded = (weight.float() * norm_weight.float()).to(weight.dtype) if router.is_plain else None
+        self._router = replace(router, weight=(weight.float() * norm_weight.float()).to(weight.dtype))
         self.products = ExpertProducts(weights, weight.dtype, device, workspace)
         self._device = device
         self._workspace = workspace
@@ -286,17 +284,8 @@ class CudaExperts:
         residual = hidden if residual is None else residual
         if not len(hidden):
             return residual
-        return self.products.run(hidden, self._norm, self._route(hidden), residual, cut)
-
-    def _route(self, hidden: torch.Tensor) -> Routed:
-        router = self._router
-        if self._folded is not None:
-            return route(hidden, self._folded, self._norm[1], router.routing, self._device, self._workspace)
-        logits = linear_in_float32(rms_norm(hidden, *self._norm, self._device), router.weight)
-        if router.bias is not None:
-            logits += router.bias
-        experts, weights = choose_experts(logits, router.routing, router.correction)
-        return Routed(experts.to(torch.int32), weights)
+        routed = route(hidden, self._router, self._norm[1], self._device, self._workspace)
+        return self.products.run(hidden, self._norm, routed, residual, cut)
 
 
 class CudaChosenExperts:

@@ -184,14 +184,7 @@ _FP16_RAISED = tl.constexpr(_EXPAND.format(offset="0x64006400", end=_MOVE))
 
 
 def _of_floats(places: tuple[int, int], mask: str, power: str, type_: str) -> str:
-    """Return the same of floats: sign and magnitude move to where a larger type has them, times a power of two.
-
-    Args:
-        places: How far the magnitudes of low and of high halves move.
-        mask: Of the magnitudes.
-        power: Of two, that subnormal numbers and others alike are too small by.
-        type_: Of two numbers.
-    """
+    """Return the same of floats: sign and magnitude move, of both halves, to where a larger type has them."""
     halves = [(source, of_half) for of_half in range(2) for source in "ab"]
     moves = (
         f"shl.b32 c, {source}, {places[of_half]}; and.b32 c, c, {mask}; shl.b32 d, {source}, {12 - 4 * of_half}; "
@@ -232,8 +225,7 @@ class Int4Tuning:
         num_stages: Pieces of the weight under way from memory.
         most_rows: Of a tile.
         pieces: Of up to 128 inputs in a round, at whose beginning the next one's scales are asked for.
-        folds: Whether codes are multiplied by their scales before the product, not sums after it. Floats of 4 bits
-            always are in bfloat16, which holds them times a power of two.
+        folds: Whether codes are multiplied by their scales before the product, not sums after it: always FP4 in bf16.
     """
 
     strips: int = 1
@@ -256,7 +248,7 @@ def int4_partial_floats(num_rows: int, product: Int4Product, tuning: Int4Tuning)
 
 def int4_shared_bytes(num_rows: int, product: Int4Product, tuning: Int4Tuning) -> int:
     """Return the shared memory of a program, or a little more."""
-    tiles = _tiles_of_piece(product.weight)
+    tiles = tiles_of_piece(product.weight)
     of_codes = 2048 * tiles * tuning.strips * (2 if product.is_gated else 1)
     of_x = _padded(num_rows, tuning) * TILE * tiles * 2
     return (of_codes + of_x) * tuning.pieces * tuning.num_stages
@@ -322,7 +314,7 @@ def _launch(
     num_chosen: int = 1,
 ) -> None:
     weight, num_outputs = product.weight, product.num_outputs
-    num_tiles, tiles = weight.codes.shape[1], _tiles_of_piece(weight)
+    num_tiles, tiles = weight.codes.shape[1], tiles_of_piece(weight)
     options: dict[str, Any] = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
     _project_int4[(triton.cdiv(num_outputs, TILE * tuning.strips), tuning.num_splits, num_row_tiles)](
         x,
@@ -365,12 +357,7 @@ def _launch(
     )
 
 
-def piece_inputs(weight: PackedInt4) -> int:
-    """Return how many inputs are multiplied at once."""
-    return TILE * _tiles_of_piece(weight)
-
-
-def _tiles_of_piece(weight: PackedInt4) -> int:
+def tiles_of_piece(weight: PackedInt4) -> int:
     """Return how many tiles are multiplied at once: of up to 128 inputs that share a scale."""
     return 2 if weight.group % (2 * TILE) == 0 else 1
 
@@ -649,7 +636,7 @@ def dequantized_int4(weight: PackedInt4, first: int, num_rows: int, dtype: torch
     `first` and `num_rows` are multiples of 64.
     """
     matrix = torch.empty(num_rows, weight.num_inputs, dtype=dtype, device=device.torch_device)
-    tiles = _tiles_of_piece(weight)
+    tiles = tiles_of_piece(weight)
     num_tiles = weight.codes.shape[1]
     _dequantize_int4[(num_rows // TILE, num_tiles // tiles)](
         weight.codes,

@@ -17,8 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.backend import Routing
+from raypp.ops.backend import Router
 from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, fence_shared, start
+from raypp.ops.cuda.projection import load_vector
 from raypp.ops.cuda.token_quantization import in_8_bits
 from raypp.ops.weight import WeightKind
 
@@ -85,15 +86,15 @@ def _is_tight(num_pairs: int, num_experts: int) -> bool:
     return num_pairs * num_experts <= _MOST_COMPARED
 
 
-def route(
-    x: torch.Tensor, router: torch.Tensor, eps: float, routing: Routing, device: Device, workspace: Workspace
-) -> Routed:
+def route(x: torch.Tensor, router: Router, eps: float, device: Device, workspace: Workspace) -> Routed:
     """Return the experts of each token by its norm.
 
-    Shapes: x [T, H] contiguous, T at least 1; router [E, H] of x's type, with the norm's weight folded in.
+    Shapes: x [T, H] contiguous, T at least 1; the router's weight [E, H] is of x's type, and has the norm's folded in.
     """
-    (num_tokens, num_inputs), num_experts, chosen = x.shape, len(router), routing.num_chosen
-    tile_tokens = 8 if num_tokens <= 256 else 16 if num_tokens <= 1024 else 32
+    weight, routing, bias, correction = router.weight, router.routing, router.bias, router.correction
+    (num_tokens, num_inputs), num_experts, chosen = x.shape, len(weight), routing.num_chosen
+    has_groups = routing.num_groups > 1
+    tile_tokens = 8 if num_tokens <= 256 else 16 if num_tokens <= 1024 or has_groups else 32
     padded_experts = max(16, triton.next_power_of_2(num_experts))
     strip_experts = min(64, padded_experts)
     num_tiles, num_strips = triton.cdiv(num_tokens, tile_tokens), padded_experts // strip_experts
@@ -107,7 +108,9 @@ def route(
     assert num_tiles <= workspace.counters.numel()
     _route[(num_strips, num_splits, num_tiles)](
         x,
-        router,
+        weight,
+        x if bias is None else bias,
+        x if correction is None else correction,
         eps,
         partial,
         partial.numel() - num_tiles * num_splits * tile_tokens,
@@ -119,7 +122,14 @@ def route(
         EXPERTS=num_experts,
         CHOSEN=chosen,
         CHOSEN_PADDED=triton.next_power_of_2(chosen),
+        HAS_BIAS=bias is not None,
+        HAS_CORRECTION=correction is not None,
+        HAS_SIGMOID=routing.has_sigmoid,
+        GROUPS=routing.num_groups,
+        CHOSEN_GROUPS=routing.num_chosen_groups,
+        RANKING=routing.num_ranking,
         NORMALIZES=routing.normalizes,
+        SCALING=routing.scaling,
         IS_HASHED=routing.is_even,
         TOKENS=tile_tokens,
         STRIP=strip_experts,
@@ -128,7 +138,7 @@ def route(
         INPUTS=inputs,
         IS_EVEN=num_inputs % (inputs * num_splits) == 0,
         OVERLAPS=device.has_dependent_launch,
-        num_warps=4,
+        num_warps=8 if has_groups and tile_tokens > 8 else 4,  # several numbers for each expert
         num_stages=3,
         **device.launch_options,
     )
@@ -206,10 +216,37 @@ def _hashed(logits, expert):
     return (mixed ^ (mixed >> 16)).to(tl.int64)
 
 
+@triton.jit
+def _of_open_groups(
+    ranks, index, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, RANKING: tl.constexpr
+):
+    """Return ranks [T, E], minus infinity in groups whose RANKING best have no sum among the CHOSEN_GROUPS largest."""
+    group = index // (EXPERTS // GROUPS)
+    sums = ()
+    own = tl.zeros_like(ranks)
+    for number in tl.static_range(GROUPS):
+        others = tl.where((group == number)[None, :], ranks, float("-inf"))
+        total = tl.zeros((ranks.shape[0],), tl.float32)
+        for _ in tl.static_range(RANKING):
+            best = tl.max(others, 1)
+            total += best
+            place = tl.min(tl.where(others == best[:, None], index[None, :], ranks.shape[1]), 1)
+            others = tl.where(index[None, :] == place[:, None], float("-inf"), others)
+        sums += (total,)
+        own = tl.where((group == number)[None, :], total[:, None], own)
+    ahead = tl.zeros(ranks.shape, tl.int32)
+    for number in tl.static_range(GROUPS):
+        total = sums[number][:, None]
+        ahead += ((total > own) | ((total == own) & (number < group)[None, :])).to(tl.int32)
+    return tl.where(ahead < CHOSEN_GROUPS, ranks, float("-inf"))
+
+
 @triton.jit(do_not_specialize=["num_tokens", "squares_offset"])
 def _route(
     x,
     router,
+    bias,
+    correction,
     eps,
     partial,
     squares_offset,
@@ -221,7 +258,14 @@ def _route(
     EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr,
     CHOSEN_PADDED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_CORRECTION: tl.constexpr,
+    HAS_SIGMOID: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    RANKING: tl.constexpr,
     NORMALIZES: tl.constexpr,
+    SCALING: tl.constexpr,
     IS_HASHED: tl.constexpr,
     TOKENS: tl.constexpr,
     STRIP: tl.constexpr,
@@ -276,11 +320,23 @@ def _route(
             squares += tl.load(partial + squares_offset + part, cache_modifier=".cg")
         logits *= tl.rsqrt(squares / num_inputs + eps)[:, None]
         is_expert = (index < EXPERTS)[None, :]
+        logits += load_vector(bias, index, EXPERTS, HAS_BIAS)[None, :]
         logits = tl.where(is_expert, logits, float("-inf"))
-        likely = tl.exp(logits - tl.max(logits, 1)[:, None])
-        likely /= tl.sum(likely, 1)[:, None]
+        if HAS_SIGMOID:
+            likely = tl.sigmoid(logits)
+        else:
+            likely = tl.exp(logits - tl.max(logits, 1)[:, None])
+            likely /= tl.sum(likely, 1)[:, None]
+        ranks = likely + load_vector(correction, index, EXPERTS, HAS_CORRECTION)[None, :]
+        if GROUPS > 1:
+            ranks = _of_open_groups(ranks, index, EXPERTS, GROUPS, CHOSEN_GROUPS, RANKING)
+        IS_LIKELY: tl.constexpr = not (IS_HASHED or HAS_CORRECTION or GROUPS > 1)
         # One number holds the key and the expert, so that finding the largest gives both; the lower of equal experts.
-        key = _hashed(logits, index) if IS_HASHED else likely.to(tl.int32, bitcast=True).to(tl.int64)
+        if IS_HASHED:
+            key = _hashed(logits, index)
+        else:  # in the order of numbers, and not negative
+            bits = ranks.to(tl.int32, bitcast=True)
+            key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000
         ranked = tl.where(is_expert, (key << 16) | (PADDED - 1 - index)[None, :], -1)
         rank = tl.arange(0, CHOSEN_PADDED)
         found = tl.zeros((TOKENS, CHOSEN_PADDED), tl.int32)
@@ -291,13 +347,14 @@ def _route(
             # What is no number gives any expert.
             number = tl.minimum(PADDED - 1 - (best & 0xFFFF), EXPERTS - 1).to(tl.int32)
             found = tl.where(rank[None, :] == place, number[:, None], found)
-            if IS_HASHED:
-                share = tl.sum(tl.where(index[None, :] == number[:, None], likely, 0.0), 1)
+            if IS_LIKELY:
+                share = ((best >> 16) - 0x80000000).to(tl.int32).to(tl.float32, bitcast=True)
             else:
-                share = (best >> 16).to(tl.int32).to(tl.float32, bitcast=True)
+                share = tl.sum(tl.where(index[None, :] == number[:, None], likely, 0.0), 1)
             weight = tl.where(rank[None, :] == place, share[:, None], weight)
         if NORMALIZES:
             weight /= tl.sum(weight, 1)[:, None]
+        weight *= SCALING
         pair = token.to(tl.int64)[:, None] * CHOSEN + rank[None, :]
         mask = is_token[:, None] & (rank < CHOSEN)[None, :]
         tl.store(experts + pair, found, mask=mask)

@@ -49,6 +49,7 @@ from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.member_sums import PushedSums
 from raypp.ops.cuda.product_tuning import input_type_in_8_bits, own_product
 from raypp.ops.cuda.quantized_projection import Fp8Projection, Int4Projection
+from raypp.ops.cuda.router_kernels import route
 from raypp.ops.cuda.token_quantization import TokenNorm
 from raypp.ops.kv_cache import LayerCache
 from raypp.ops.row_state import DeltaHeads, RowSpans, allocate_layer_state
@@ -371,6 +372,12 @@ def call_experts(workspace: Workspace) -> None:
         layer = CudaExperts(router[0], 1e-6, Router(router, routing), weights, DEVICE, workspace)
         for rows in (1,) if is_even else numbers_of_rows((1, 512), (8, 2048)):
             layer(torch.empty(rows, 2048, dtype=BF16))
+    grouped = Routing(8, True, False, True, 8, 4, 2, 2.5)  # DeepSeek-V3
+    for num_experts, routing, bias in ((256, grouped, None), (32, Routing(4, True), torch.empty(32, dtype=BF16))):
+        correction = torch.empty(num_experts) if bias is None else None
+        other = Router(torch.empty(num_experts, 2048, dtype=BF16), routing, bias, correction)
+        for rows in (1, 2048):
+            route(torch.empty(rows, 2048, dtype=BF16), other, 1e-6, DEVICE, workspace)
     routing = Routing(8, normalizes=True)
     for kind, scale_type, block in (("fp8", torch.float32, (128, 128)), ("int4", BF16, (1, 128))):
         if kind == "fp8" and not DEVICE.has_fp8:

@@ -470,6 +470,21 @@ def test_routing(num_experts, routing):
 
 
 @pytest.mark.parametrize(
+    ("num_experts", "routing", "has_bias", "has_correction"),
+    [
+        (32, Routing(4, True), True, False),  # gpt-oss
+        (128, Routing(8, True, has_sigmoid=True), False, True),  # GLM-4.5-Air, MiniMax-M2
+        (64, Routing(8, True, False, True, 8, 4, 2, 2.5), False, True),  # DeepSeek-V3, smaller
+        (60, Routing(6, False, False, False, 6, 3, 1, 16.0), True, False),  # DeepSeek-V2
+        (60, Routing(6, True, True, True, 6, 3, 2), True, True),
+    ],
+)
+def test_routing_of_other_kinds(num_experts, routing, has_bias, has_correction):
+    for num_tokens in (1, 11):
+        checks.check_routing(num_tokens, num_experts, routing, has_bias=has_bias, has_correction=has_correction)
+
+
+@pytest.mark.parametrize(
     ("num_tokens", "num_experts", "num_chosen", "tile_rows", "spread"),
     [(1, 5, 2, 8, 5), (20, 3, 1, 4, 3), full(9, 60, 6, 8, 60), (40, 5, 2, 16, 1), (7, 4, 3, 1, 2)],
 )
