@@ -77,6 +77,20 @@ class PromptItems:
         ends = [first + item.num_tokens for item, first in zip(self.items, self.starts, strict=True)]
         return sum(max(0, min(end, last) - max(start, first)) for first, last in zip(self.starts, ends, strict=True))
 
+    def end_between(self, start: int, end: int) -> int:
+        """Return where a chunk from `start` may end at the latest, at most at `end`, so as to end in no item."""
+        for item, first in zip(self.items, self.starts, strict=True):
+            if first < end < first + item.num_tokens:
+                return max(start, first)
+        return end
+
+    def end_of_item(self, position: int) -> int:
+        """Return the end of the item that a token belongs to, or its position if it is text."""
+        ends = (
+            first + item.num_tokens for item, first in zip(self.items, self.starts, strict=True) if first <= position
+        )
+        return max([position, *ends])
+
     def _token_grid(self, item: EncoderItem) -> tuple[int, int, int]:
         time, height, width = item.grid_thw
         assert self.merge_size is not None

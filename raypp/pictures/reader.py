@@ -115,7 +115,8 @@ class PictureReader:
         """Return a rendered prompt in which each video's mark is one per group of frames, and when it is shown.
 
         Where a start alone stands for an image, it gets the other marks, and empty lines around them: Gemma 3's
-        (transformers 5.17, `processing_gemma3.py`). A video that the template put between its marks loses these: each group has its own.
+        (transformers 5.17, `processing_gemma3.py`). A video that the template put between its marks loses these: each
+        group has its own.
 
         Raises:
             RequestError: there are not as many marks of videos as videos.

@@ -184,6 +184,7 @@ def make_gemma3_checkpoint(seed: int, directory: Path, *, like: Path | None = No
         tensors = load_file(directory / "model.safetensors")
         inner = "vision_tower.vision_model."
         named = {name.replace("vision_tower.", inner): tensor for name, tensor in tensors.items()}
+        named["lm_head.weight"] = named.pop("language_model.lm_head.weight")
         save_file(named, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 

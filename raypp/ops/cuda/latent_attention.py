@@ -122,7 +122,7 @@ class CudaLatentAttention:
         else:
             rows, heads = zip(query_lens, seq_lens, strict=True), latents.heads
             masks = [
-                piece_mask(RowPiece(0, queries, 0), length - queries, heads, self._dtype, tables.device)
+                piece_mask(RowPiece(0, queries, 0, length), length - queries, heads, self._dtype, tables.device)
                 for queries, length in rows
             ]
         starts_there = starts.to(self._device.torch_device, non_blocking=True)
