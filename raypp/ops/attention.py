@@ -149,8 +149,8 @@ class AttentionBatch:
     prefill_query_lens: list[int]
     prefill_seq_lens: list[int]
     prefill_spans: Sequence[Sequence[Span]] | None = None
-    """By prefill row, ascending: queries that see each other, later ones too, as far as a window reaches back: tokens of
-    one image, in some models. None: no row has any."""
+    """By prefill row, ascending: queries that see each other, later ones too, as far as a window reaches back: tokens
+    of one image, in some models. None: no row has any."""
     plans: dict[Hashable, object] = field(default_factory=dict)
     """What the kernel set prepared, by kind of heads; see `raypp.ops.backend.KernelSet.plan_attention`."""
     spans: RowSpans | None = None
