@@ -39,18 +39,22 @@ class EncoderItem:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PromptItems:
-    """The items of one prompt, in the order of their placeholders. They give every token its rotary positions."""
+    """The items of one prompt, in the order of their placeholders. They may give every token its rotary positions."""
 
     items: tuple[EncoderItem, ...]
     starts: tuple[int, ...]  # index of each item's first placeholder in the prompt; ascending, without overlap
-    merge_size: int  # the side of the square of patches that become one token
+    merge_size: int | None  # the side of the square of patches that become one token; None: positions are as in text
 
     def rope_positions(self, num_tokens: int) -> NDArray[np.int32]:
         """Return the tokens' positions in time, height and width, int32 [num_tokens, 3] (M-RoPE, arXiv:2409.12191).
 
+        None at all, [0, 3], where positions are as in text: each token's is its index.
+
         Text goes on by one on all axes. An image stays where it is in time and counts its rows and columns from there;
         what follows it begins behind its longer side.
         """
+        if self.merge_size is None:
+            return np.empty((0, 3), np.int32)
         positions = np.empty((num_tokens, 3), np.int32)
         token, next_position = 0, 0
         for start, item in zip(self.starts, self.items, strict=True):
@@ -73,12 +77,27 @@ class PromptItems:
         ends = [first + item.num_tokens for item, first in zip(self.items, self.starts, strict=True)]
         return sum(max(0, min(end, last) - max(start, first)) for first, last in zip(self.starts, ends, strict=True))
 
+    def end_between(self, start: int, end: int) -> int:
+        """Return where a chunk from `start` may end at the latest, at most at `end`, so as to end in no item."""
+        for item, first in zip(self.items, self.starts, strict=True):
+            if first < end < first + item.num_tokens:
+                return max(start, first)
+        return end
+
+    def end_of_item(self, position: int) -> int:
+        """Return the end of the item that a token belongs to, or its position if it is text."""
+        ends = (
+            first + item.num_tokens for item, first in zip(self.items, self.starts, strict=True) if first <= position
+        )
+        return max([position, *ends])
+
     def _token_grid(self, item: EncoderItem) -> tuple[int, int, int]:
         time, height, width = item.grid_thw
+        assert self.merge_size is not None
         return time, height // self.merge_size, width // self.merge_size
 
     def _num_positions(self, item: EncoderItem) -> int:
-        return max(self._token_grid(item)[1:])
+        return item.num_tokens if self.merge_size is None else max(self._token_grid(item)[1:])
 
     def keys_in(self, start: int, end: int) -> list[bytes]:
         """Return the keys of the items that have a token at positions `start` to `end`, the latter excluded."""

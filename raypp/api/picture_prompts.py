@@ -15,6 +15,7 @@ from raypp.api.request_text import StopScope, WholeText
 from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.errors import RequestError
 from raypp.messages import Int32s
+from raypp.models.vision_config import VisionConfig
 from raypp.pictures.content import Content, sources_as_contents, take_pictures
 from raypp.pictures.patches import place_pictures
 from raypp.pictures.reader import PictureMarks, PictureReader
@@ -175,8 +176,7 @@ class PicturePrompts:
         reader = self.needed_reader()
         pictures = reader.read(contents)
         config = reader.config
-        ids = (config.vision_start_token_id, config.vision_end_token_id, config.video_token_id)
-        marked = reader.mark_frames(text, pictures, PictureMarks(*self._tokenizer.token_texts(ids)))
+        marked = reader.mark_pictures(text, pictures, self._marks(config))
         prompt = self._tokenized(marked, add_special_tokens=add_special_tokens)
         expanded, items = place_pictures(prompt.token_ids, [item for p in pictures for item in p.items], config)
         if max_kept is not None and len(expanded) > max_kept:
@@ -200,8 +200,10 @@ class PicturePrompts:
     def _with_cut_marks(self, messages: list[dict[str, Any]], reader: PictureReader) -> list[dict[str, Any]]:
         """Return messages whose texts hold no placeholder of the model; those that they spell are cut."""
         config = reader.config
-        placeholders = self._tokenizer.token_texts([config.image_token_id, config.video_token_id])
-        spelled = re.compile("|".join(map(re.escape, placeholders)))
+        placeholders = list(config.placeholder_ids)
+        if not config.has_own_marks:
+            placeholders.append(config.vision_start_token_id)
+        spelled = re.compile("|".join(map(re.escape, self._tokenizer.token_texts(placeholders))))
 
         def cut(value: Any) -> Any:
             if isinstance(value, str):
@@ -211,6 +213,11 @@ class PicturePrompts:
             return [cut(one) for one in value] if isinstance(value, list | tuple) else value
 
         return [cut(message) for message in messages]
+
+    def _marks(self, config: VisionConfig) -> PictureMarks:
+        ids = [config.vision_start_token_id, config.vision_end_token_id, *config.placeholder_ids]
+        start, end, image, *video = self._tokenizer.token_texts(ids)
+        return PictureMarks(start, end, image, video[0] if video else "", config.has_own_marks)
 
     def needed_reader(self) -> PictureReader:
         """Return the reader.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from raypp.encoder.encoder_graphs import BatchBuffers, EncoderCudaGraphManager
 from raypp.encoder.protocol import BatchShape, BatchT, BudgetRange, EncoderSpec, SupportsEncoderCudaGraph
-from raypp.errors import ResourceError
+from raypp.errors import ConfigError, ResourceError
 from raypp.graphs.buckets import Buckets
 from raypp.graphs.graph_manager import graph_maker
 
@@ -28,14 +29,15 @@ def token_ladder(budgets: BudgetRange, max_padding_share: float = MAX_PADDING_SH
     """Return budgets from the smallest item up, such that no batch has more padding than that share.
 
     An exception is a batch of less than `budgets.min_tokens`, which no item makes. Budgets that are far enough apart
-    are multiples of 32.
+    are multiples of 32, or of the least multiple of what items have that is no smaller.
     """
+    step = budgets.multiple_of
+    grain = -(-_GRAIN // step) * step
     sizes = [min(budgets.min_tokens, budgets.max_tokens)]
     while sizes[-1] < budgets.max_tokens:
-        smallest_too_large = sizes[-1] + 1
+        smallest_too_large = sizes[-1] + step
         size = int(smallest_too_large / (1 - max_padding_share))
-        if size - size % _GRAIN > sizes[-1] + _GRAIN // 2:
-            size -= size % _GRAIN
+        size -= size % (grain if size - size % grain > sizes[-1] + grain // 2 else step)
         sizes.append(min(size, budgets.max_tokens))
     return Buckets(set(sizes))
 
@@ -64,7 +66,8 @@ def largest_fitting(budgets: BudgetRange, measure: Callable[[int], int], limit_b
         # Memory grows with the tokens; the next guess is a little below what that says.
         fitting = int(num_tokens * limit_bytes / needed * 0.95)
         num_tokens = max(min(fitting, num_tokens - 1), budgets.min_tokens)
-    return BudgetRange(budgets.min_tokens, num_tokens)
+        num_tokens -= num_tokens % budgets.multiple_of
+    return replace(budgets, max_tokens=num_tokens)
 
 
 def build_manager(model: SupportsEncoderCudaGraph[BatchT], spec: EncoderSpec) -> EncoderCudaGraphManager[BatchT]:
@@ -90,11 +93,19 @@ def choose_budgets(model: SupportsEncoderCudaGraph[BatchT], spec: EncoderSpec, d
     """Return the budgets to capture for: those that were configured, else a ladder as high as the memory allows.
 
     Raises:
+        ConfigError: the model's images do not fill a budget that was configured.
         ResourceError: the memory does not suffice for the smallest image.
     """
-    if spec.token_budgets is not None:
-        return Buckets(set(spec.token_budgets))
     wanted = model.budget_range()
+    if spec.token_budgets is not None:
+        if any(size % wanted.multiple_of for size in spec.token_budgets):
+            raise ConfigError(
+                "token_budgets do not go with the model's images",
+                got=list(spec.token_budgets),
+                expected=f"multiples of {wanted.multiple_of}, the tokens of each image",
+                hint="leave token_budgets out",
+            )
+        return Buckets(set(spec.token_budgets))
     if device.type != "cuda":
         return token_ladder(wanted)
     left = spec.memory_bytes - torch.cuda.memory_allocated(device) - spec.cache_bytes

@@ -119,6 +119,7 @@ class BudgetRange:
 
     min_tokens: int  # the smallest item
     max_tokens: int  # beyond it, computing takes so long that launching costs nothing
+    multiple_of: int = 1  # what the tokens of every item are a multiple of, and so of every budget
 
 
 class SupportsEncoderCudaGraph(Protocol[BatchT]):

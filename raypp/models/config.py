@@ -264,7 +264,7 @@ def load_model_config(
             for index, layer in enumerate(layers)
         ]
     vision = None if family.vision is None else read_vision_config(path, whole, hidden_size, family.vision)
-    if vision is not None and rope.mrope_section is None:
+    if vision is not None and vision.has_axes and rope.mrope_section is None:
         raise fields.error("rope_parameters.mrope_section", "nothing", "three numbers of pairs: time, height, width")
     if vision is not None and len(vision.deepstack_layers) > num_layers:
         raise fields.error("num_hidden_layers", num_layers, f"a layer for each of {len(vision.deepstack_layers)} taps")
@@ -312,7 +312,7 @@ def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
     if not has_safetensors(path):
         return config
     names = file_of_tensor(path)
-    if config.vision is None and config.weight_prefix + EMBEDDING not in names:
+    if config.weight_prefix + EMBEDDING not in names:
         found = next((prefix for prefix in _TEXT_PREFIXES if prefix + EMBEDDING in names), config.weight_prefix)
         config = replace(config, weight_prefix=found)
     if not config.tie_word_embeddings:

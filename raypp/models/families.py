@@ -79,7 +79,7 @@ class Family:
     has_sinks: bool = False  # see `AttentionConfig`
     defaults: Mapping[str, object]  # what fields of config.json are that it does not have
     weight_prefix: str = "model."  # of the language model's tensors, but for the LM head's
-    vision: VisionFamily | None = None  # config.json has `text_config` and `vision_config`; see `models.qwen3_vl`
+    vision: VisionFamily | None = None  # config.json has `text_config` and `vision_config`; see `models.vision_config`
     windows: Windows | None = None  # None: all layers see all tokens, whatever `sliding_window` says
     layer_attention: LayerAttention | None = None  # where layers differ in more than the window: returns a layer's own
     experts: ExpertFamily | None = None  # None: all layers are dense
@@ -298,7 +298,7 @@ FAMILIES = {
             names=ExpertNames(router="router"), intermediate_size="intermediate_size", has_pairs=True, gate_limit=7.0
         ),
     ),
-    # Gemma 2 and 3: norms before and after, windows, in Gemma 2 soft caps; the tower of Gemma 3 is left out.
+    # Gemma 2 and 3: norms before and after, windows, in Gemma 2 soft caps; Gemma 3 beside its tower, too.
     "Gemma2ForCausalLM": replace(
         _GEMMA3,
         qk_norm=False,
@@ -314,7 +314,11 @@ FAMILIES = {
         has_local_rope=False,
     ),
     "Gemma3ForCausalLM": _GEMMA3,
-    "Gemma3ForConditionalGeneration": replace(_GEMMA3, weight_prefix="language_model.model."),
+    "Gemma3ForConditionalGeneration": replace(
+        _GEMMA3,
+        weight_prefix="language_model.model.",
+        vision=VisionFamily(kind="gemma3", vision_start_token_id=255999),
+    ),
     # GLM-4.5 to 4.7, with experts: half of a head is rotated, and the first layers are dense.
     "Glm4MoeForCausalLM": Family(
         qkv_bias="attention_bias",

@@ -15,8 +15,7 @@ Source: the published checkpoints' config.json and tensor names; transformers 5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -26,28 +25,15 @@ import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 
 from raypp.encoder.protocol import BatchShape, BudgetRange, EncodedItem, EncoderGraphConfig, Per, TensorSpec
+from raypp.models.tower_parts import Block, PatchBatch, PatchEmbedding, layer_norm, linear
 from raypp.models.vision_config import TOWER_PREFIX, VisionConfig
 from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.host_to_device import concatenated
-from raypp.ops.vision import RotateQk, choose_rotate_qk, linear_gelu_tanh, segment_attention
+from raypp.ops.vision import choose_rotate_qk, linear_gelu_tanh, segment_attention
 from raypp.prompt_items import EncoderItem
-
-Layer = Callable[[torch.Tensor], torch.Tensor]
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(x, weight, bias) -> y."""
 
 _NORM_EPS = 1e-6
 _MAX_GRAPH_TOKENS = 2048  # of 32 x 32 pixels each; more keep an H200 busy for longer than launching takes
-
-
-@dataclass(frozen=True, eq=False)
-class PatchBatch:
-    """Pictures that are encoded together, on the host. P patches; one segment per image."""
-
-    keys: tuple[bytes, ...]
-    num_tokens: tuple[int, ...]  # of each
-    values: Mapping[str, torch.Tensor]  # what the forward reads, by the names of `Qwen3VLVisionTower.graph_config`
-    max_segment_len: int
 
 
 class Qwen3VLVisionTower:
@@ -70,22 +56,15 @@ class Qwen3VLVisionTower:
         weights = WeightReader(source, dtype, device, TOWER_PREFIX)
         hidden = config.hidden_size
         patch_shape = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
-        # A convolution whose steps are as long as its kernel is one product.
-        self._patch_weight = weights.tensor("patch_embed.proj.weight", hidden, *patch_shape).view(hidden, -1)
-        self._patch_bias = weights.tensor("patch_embed.proj.bias", hidden)
+        self._embed = PatchEmbedding(config, weights.below("patch_embed.proj."), *patch_shape)
         self._positions = weights.tensor("pos_embed.weight", config.grid_side**2, hidden)
-        rotate_qk = choose_rotate_qk(device, dtype)
-        self._blocks = [_Block(config, weights.below(f"blocks.{index}."), rotate_qk) for index in range(config.depth)]
+        self._rotate_qk = choose_rotate_qk(device, dtype)
+        self._blocks = [_block(config, weights.below(f"blocks.{index}.")) for index in range(config.depth)]
         self._merger = _Merger(config, weights.below("merger."), normalizes_merged=False)
         self._taps = {
             layer: _Merger(config, weights.below(f"deepstack_merger_list.{index}."), normalizes_merged=True)
             for index, layer in enumerate(config.deepstack_layers)
         }
-        # (pixel / 255 - mean) / std as one product and one sum per number of a patch.
-        mean, std = (torch.tensor(values, device=device) for values in (config.image_mean, config.image_std))
-        per_channel = config.patch_dim // config.in_channels
-        self._pixel_scale = (1 / (255 * std)).repeat_interleave(per_channel)
-        self._pixel_shift = (-mean / std).repeat_interleave(per_channel)
         exponents = torch.arange(0, config.head_dim // 2, 2, dtype=torch.float32) / (config.head_dim // 2)
         self._inverse_frequencies = (1.0 / config.rope_theta**exponents).to(device)
 
@@ -142,11 +121,7 @@ class Qwen3VLVisionTower:
         return self._forward(inputs, batch.max_segment_len)
 
     def split_output(self, output: torch.Tensor, batch: PatchBatch) -> list[EncodedItem]:
-        rows = output[:, : sum(batch.num_tokens)].split(batch.num_tokens, dim=1)
-        return [
-            EncodedItem(key, part.clone(memory_format=torch.contiguous_format))
-            for key, part in zip(batch.keys, rows, strict=True)
-        ]
+        return batch.split(output)
 
     def _batch(
         self, keys: Sequence[bytes], grids: Sequence[tuple[int, int, int]], patches: Sequence[NDArray[np.uint8]]
@@ -168,50 +143,37 @@ class Qwen3VLVisionTower:
         )
 
     def _forward(self, inputs: Mapping[str, torch.Tensor], max_segment_len: int) -> torch.Tensor:
-        pixels = torch.addcmul(self._pixel_shift, inputs["patches"].to(torch.float32), self._pixel_scale)
-        hidden = F.linear(pixels.to(self._dtype), self._patch_weight, self._patch_bias)
+        hidden = self._embed(inputs["patches"])
         corners = F.embedding(inputs["corner_indices"], self._positions)
         hidden = hidden + (corners * inputs["corner_weights"].unsqueeze(2)).sum(1).to(self._dtype)
         angles = (inputs["coordinates"].to(torch.float32).unsqueeze(2) * self._inverse_frequencies).view(
             len(hidden), -1
         )
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin, starts = angles.cos(), angles.sin(), inputs["segment_starts"]
+
+        def attend(qkv: torch.Tensor) -> torch.Tensor:
+            q, k, v = self._rotate_qk(qkv, cos, sin).unbind(1)
+            return segment_attention(q, k, v, starts, max_segment_len)
+
         tapped = []
         for index, block in enumerate(self._blocks):
-            hidden = block(hidden, cos, sin, inputs["segment_starts"], max_segment_len)
+            hidden = block(hidden, attend)
             if index in self._taps:
                 tapped.append(self._taps[index](hidden))
         return torch.stack([self._merger(hidden), *tapped])
 
 
-class _Block:
-    """hidden + attention(norm(hidden)), then + MLP(norm(...)). P patches."""
-
-    def __init__(self, config: VisionConfig, weights: WeightReader, rotate_qk: RotateQk) -> None:
-        hidden, intermediate = config.hidden_size, config.intermediate_size
-        self._rotate_qk = rotate_qk
-        self._num_heads = config.num_heads
-        self._norm1 = _layer_norm(weights.below("norm1."), hidden)
-        self._norm2 = _layer_norm(weights.below("norm2."), hidden)
-        self._qkv = _linear(weights.below("attn.qkv."), 3 * hidden, hidden)
-        self._output = _linear(weights.below("attn.proj."), hidden, hidden)
-        self._up = _linear(weights.below("mlp.linear_fc1."), intermediate, hidden, linear_gelu_tanh)
-        self._down = _linear(weights.below("mlp.linear_fc2."), hidden, intermediate)
-
-    def __call__(
-        self,
-        hidden: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        segment_starts: torch.Tensor,
-        max_segment_len: int,
-    ) -> torch.Tensor:
-        """Return [P, H]. Shapes: hidden [P, H]; cos and sin [P, D / 2] float32; segment_starts [segments + 1]."""
-        qkv = self._qkv(self._norm1(hidden)).view(len(hidden), 3, self._num_heads, -1)
-        q, k, v = self._rotate_qk(qkv, cos, sin).unbind(1)
-        attended = segment_attention(q, k, v, segment_starts, max_segment_len)
-        hidden = hidden + self._output(attended.reshape(len(hidden), -1))
-        return hidden + self._down(self._up(self._norm2(hidden)))
+def _block(config: VisionConfig, weights: WeightReader) -> Block:
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    return Block(
+        num_heads=config.num_heads,
+        norm1=layer_norm(weights.below("norm1."), hidden, _NORM_EPS),
+        norm2=layer_norm(weights.below("norm2."), hidden, _NORM_EPS),
+        qkv=linear([weights.below("attn.qkv.")], 3 * hidden, hidden),
+        output=linear([weights.below("attn.proj.")], hidden, hidden),
+        up=linear([weights.below("mlp.linear_fc1.")], intermediate, hidden, linear_gelu_tanh),
+        down=linear([weights.below("mlp.linear_fc2.")], hidden, intermediate),
+    )
 
 
 class _Merger:
@@ -220,9 +182,10 @@ class _Merger:
     def __init__(self, config: VisionConfig, weights: WeightReader, *, normalizes_merged: bool) -> None:
         self._merged_size = config.hidden_size * config.patches_per_token
         self._normalizes_merged = normalizes_merged
-        self._norm = _layer_norm(weights.below("norm."), self._merged_size if normalizes_merged else config.hidden_size)
-        self._up = _linear(weights.below("linear_fc1."), self._merged_size, self._merged_size)
-        self._down = _linear(weights.below("linear_fc2."), config.out_hidden_size, self._merged_size)
+        num_normalized = self._merged_size if normalizes_merged else config.hidden_size
+        self._norm = layer_norm(weights.below("norm."), num_normalized, _NORM_EPS)
+        self._up = linear([weights.below("linear_fc1.")], self._merged_size, self._merged_size)
+        self._down = linear([weights.below("linear_fc2.")], config.out_hidden_size, self._merged_size)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [T, out_hidden_size]. Shapes: hidden [P, H]."""
@@ -231,16 +194,6 @@ class _Merger:
         else:
             merged = self._norm(hidden).view(-1, self._merged_size)
         return self._down(F.gelu(self._up(merged)))
-
-
-def _linear(weights: WeightReader, num_out: int, num_in: int, product: Product = F.linear) -> Layer:
-    weight, bias = weights.tensor("weight", num_out, num_in), weights.tensor("bias", num_out)
-    return lambda x: product(x, weight, bias)
-
-
-def _layer_norm(weights: WeightReader, size: int) -> Layer:
-    weight, bias = weights.tensor("weight", size), weights.tensor("bias", size)
-    return lambda x: F.layer_norm(x, (size,), weight, bias, _NORM_EPS)
 
 
 @lru_cache(maxsize=256)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # planning asks where a model is, and must not wait for torch
     import torch
 
     from raypp.models.decoder import DecoderModel, HeadSupport
+    from raypp.models.gemma3_tower import Gemma3VisionTower
     from raypp.models.qwen3_vl import Qwen3VLVisionTower
     from raypp.models.transformers_model import TransformersModel
     from raypp.models.weights import WeightSource
@@ -98,7 +99,7 @@ def build_model(
 
 def build_encoder(
     config: ModelConfig, *, dtype: torch.dtype, device: torch.device, source: WeightSource
-) -> Qwen3VLVisionTower:
+) -> Qwen3VLVisionTower | Gemma3VisionTower:
     """Return the vision tower of a model that has one, with its weights.
 
     Args:
@@ -110,11 +111,13 @@ def build_encoder(
     Raises:
         ModelLoadError: a tensor is missing, has the wrong shape, or cannot be read.
     """
+    from raypp.models.gemma3_tower import Gemma3VisionTower
     from raypp.models.qwen3_vl import Qwen3VLVisionTower
     from raypp.models.weights import warn_of_unread
 
     assert config.vision is not None, f"{config.architecture} reads text alone"
-    tower = Qwen3VLVisionTower(config.vision, dtype, device, source)
+    tower_class = Gemma3VisionTower if config.vision.kind == "gemma3" else Qwen3VLVisionTower
+    tower = tower_class(config.vision, dtype, device, source)
     warn_of_unread(source, "the vision tower", lambda name: not name.startswith((config.weight_prefix, "lm_head.")))
     return tower
 

@@ -1,7 +1,8 @@
 """Reads a vision tower's sizes, and how images are brought to its patches, from the files beside its weights.
 
 The first is in config.json's `vision_config`, the second in preprocessor_config.json and
-video_preprocessor_config.json, with the values of the published Qwen3-VL where they are missing. Needs no torch.
+video_preprocessor_config.json, with the values of the published Qwen3-VL or Gemma 3 where they are missing. Needs no
+torch.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from raypp.models.config_fields import ConfigFields, read_json
 
@@ -17,18 +19,21 @@ TOWER_PREFIXES = (
     TOWER_PREFIX,
     *(before + part for before in ("", "model.") for part in ("vision_tower.", "multi_modal_projector.")),
 )
-"""The same, and those of towers that raypp does not have, whose language model it runs."""
-"""Of the tower's tensors in a checkpoint."""
+"""Of tensors of towers in checkpoints: Qwen3-VL's, then those of Gemma 3's and of ones that raypp does not have."""
+
+TowerKind = Literal["qwen3_vl", "gemma3"]
 
 _HALF = (0.5, 0.5, 0.5)
+_BILINEAR = 2  # as Pillow numbers it
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionFamily:
     """What config.json says nothing of, about the tower of a family of models."""
 
-    vision_start_token_id: int  # those of the end, images and videos are near it
-    has_deepstack: bool
+    kind: TowerKind = "qwen3_vl"
+    vision_start_token_id: int  # those of the end, images and videos are near it, or at fixed distances
+    has_deepstack: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +61,36 @@ class VisionConfig:
     deepstack_layers: tuple[int, ...]  # after which rows are tapped
     rope_theta: float
     image_token_id: int
-    video_token_id: int
+    video_token_id: int | None  # None: the model takes no videos
     vision_start_token_id: int  # before every image
     vision_end_token_id: int
     image_mean: tuple[float, ...]  # of pixels from 0 to 1, per channel
     image_std: tuple[float, ...]
     image_pixels: PixelBounds
     video_pixels: PixelBounds
+    kind: TowerKind = "qwen3_vl"
+    image_side: int | None = None  # images are made squares of this side, pixels; None: they keep about their shape
+    norm_eps: float = 1e-6
+
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """Tokens that stand for images and frames."""
+        return (self.image_token_id,) if self.video_token_id is None else (self.image_token_id, self.video_token_id)
+
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether an image's tokens attend to all tokens of that image, those behind them, too."""
+        return self.kind == "gemma3"
+
+    @property
+    def has_own_marks(self) -> bool:
+        """Whether a rendered prompt has an image's start, placeholder and end; else its start stands for all three."""
+        return self.kind == "qwen3_vl"
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether the rotary positions of an image's tokens lie along time, height and width."""
+        return self.kind == "qwen3_vl"
 
     @property
     def head_dim(self) -> int:
@@ -102,6 +130,8 @@ def read_vision_config(path: Path, whole: ConfigFields, text_hidden_size: int, f
     Raises:
         ModelLoadError: a missing or wrong field.
     """
+    if family.kind == "gemma3":
+        return _read_gemma3(path, whole, text_hidden_size, family)
     fields = whole.section("vision_config")
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_heads")
     if hidden_size % num_heads or (hidden_size // num_heads) % 4:
@@ -142,6 +172,54 @@ def read_vision_config(path: Path, whole: ConfigFields, text_hidden_size: int, f
         image_std=images.numbers("image_std", _HALF),
         image_pixels=_pixel_bounds(images, PixelBounds(min_pixels=65536, max_pixels=16777216)),
         video_pixels=_pixel_bounds(videos, PixelBounds(min_pixels=4096, max_pixels=25165824)),
+    )
+
+
+def _read_gemma3(path: Path, whole: ConfigFields, text_hidden_size: int, family: VisionFamily) -> VisionConfig:
+    """Return the configuration of Gemma 3's tower, SigLIP's, and of the pooling behind it."""
+    fields, images = whole.section("vision_config"), _preprocessor(path, "preprocessor_config.json")
+    hidden_size, num_heads = fields.integer("hidden_size", 768), fields.integer("num_attention_heads", 12)
+    if hidden_size % num_heads:
+        raise fields.error("num_attention_heads", num_heads, f"a divisor of hidden_size={hidden_size}")
+    if fields.get("hidden_act") not in (None, "gelu_pytorch_tanh"):
+        raise fields.error("hidden_act", repr(fields.get("hidden_act")), "gelu_pytorch_tanh")
+    side, patch_size = fields.integer("image_size", 224), fields.integer("patch_size", 16)
+    num_tokens, grid_side = whole.integer("mm_tokens_per_image", 256), side // patch_size
+    token_side = math.isqrt(num_tokens)
+    if token_side**2 != num_tokens or grid_side % token_side:
+        raise whole.error("mm_tokens_per_image", num_tokens, f"a square whose side divides {grid_side} patches")
+    size = images.get("size")
+    if size is not None and size != {"height": side, "width": side}:
+        raise images.error("size", size, f"height and width of image_size={side}")
+    if images.get("resample") not in (None, _BILINEAR):
+        raise images.error("resample", images.get("resample"), f"{_BILINEAR}, bilinear")
+    if images.get("do_pan_and_scan"):
+        raise images.error("do_pan_and_scan", True, "false: raypp gives the tower each image whole")
+    start = family.vision_start_token_id
+    return VisionConfig(
+        kind="gemma3",
+        depth=fields.integer("num_hidden_layers", 12),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size", 3072),
+        num_heads=num_heads,
+        in_channels=fields.integer("num_channels", 3),
+        patch_size=patch_size,
+        temporal_patch_size=1,
+        spatial_merge_size=grid_side // token_side,
+        out_hidden_size=text_hidden_size,
+        grid_side=grid_side,
+        deepstack_layers=(),
+        rope_theta=0.0,  # positions are learned
+        image_token_id=whole.integer("image_token_index", start + 6145),
+        video_token_id=None,
+        vision_start_token_id=whole.integer("boi_token_index", start),
+        vision_end_token_id=whole.integer("eoi_token_index", start + 1),
+        image_mean=images.numbers("image_mean", _HALF),
+        image_std=images.numbers("image_std", _HALF),
+        image_pixels=PixelBounds(min_pixels=side**2, max_pixels=side**2),
+        video_pixels=PixelBounds(min_pixels=side**2, max_pixels=side**2),
+        image_side=side,
+        norm_eps=fields.number("layer_norm_eps", 1e-6),
     )
 
 

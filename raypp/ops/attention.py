@@ -127,6 +127,10 @@ class LatentHeads:
         return self.heads.head_dim - self.heads.value_dim
 
 
+Span = tuple[int, int]
+"""Begin and end, excluded, of queries of a row, counted from the first that the step computes."""
+
+
 @dataclass(eq=False, slots=True)
 class AttentionBatch:
     """A step as attention sees it; the same for all layers. R rows, T tokens, G groups of layers with own blocks.
@@ -144,6 +148,9 @@ class AttentionBatch:
     slot_mappings: Sequence[torch.Tensor]  # [T] int64 by group
     prefill_query_lens: list[int]
     prefill_seq_lens: list[int]
+    prefill_spans: Sequence[Sequence[Span]] | None = None
+    """By prefill row, ascending: queries that see each other, later ones too, as far as a window reaches back: tokens
+    of one image, in some models. None: no row has any."""
     plans: dict[Hashable, object] = field(default_factory=dict)
     """What the kernel set prepared, by kind of heads; see `raypp.ops.backend.KernelSet.plan_attention`."""
     spans: RowSpans | None = None
@@ -165,6 +172,7 @@ class AttentionBatch:
         self.block_tables = step.block_tables
         self.prefill_query_lens = step.prefill_query_lens
         self.prefill_seq_lens = step.prefill_seq_lens
+        self.prefill_spans = step.prefill_spans
         self.plans = step.plans
         self.spans = step.spans
 

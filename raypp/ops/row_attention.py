@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops.attention import Heads
+from raypp.ops.attention import Heads, Span
 
 _SCORES_BYTES = 32 << 20
 """Scores of a piece of a chunk, where torch's own attention cannot compute them; else its mask."""
@@ -20,34 +20,56 @@ class RowPiece(NamedTuple):
 
     begin: int  # of the row's queries
     end: int
-    first: int  # position of the first key; the last query is the last key
+    first: int  # position of the first key
+    last: int  # one past that of the last key
+    sees_ahead: bool = False  # whether all queries see all keys up to the last; else none sees keys behind itself
 
 
-def row_pieces(query_len: int, seq_len: int, heads: Heads, block_size: int = 1) -> Iterator[RowPiece]:
-    """Cut a row's queries into pieces: one, unless there is a window, or scores or a mask that take much memory.
+def row_pieces(
+    query_len: int, seq_len: int, heads: Heads, block_size: int = 1, spans: Sequence[Span] = ()
+) -> Iterator[RowPiece]:
+    """Cut a row's queries into pieces: one, unless there is a window, a span, or much memory of scores or a mask.
 
     Args:
         query_len: Tokens of this step, the row's last.
         seq_len: All tokens of the row.
         heads: The layer's.
         block_size: First keys are multiples of it.
+        spans: See `AttentionBatch.prefill_spans`.
     """
     num_before, size = seq_len - query_len, query_len
     if heads.window is not None:
         size = max(heads.window, _LEAST_PIECE)
-    if not _has_own_kernel(heads):
+    if spans or not _has_own_kernel(heads):  # where there is a mask, torch may compute all scores at once, too
         size = min(size, max(1, _SCORES_BYTES // (heads.num_heads * seq_len * 4)))
     elif num_before:
         size = min(size, max(1, _SCORES_BYTES // (seq_len * 4)))
-    for begin in range(0, query_len, size):
-        first = 0 if heads.window is None else max(0, num_before + begin + 1 - heads.window)
-        yield RowPiece(begin, min(query_len, begin + size), first // block_size * block_size)
+    for start, stop, sees_ahead in _parts(query_len, spans):
+        for begin in range(start, stop, size):
+            end = min(stop, begin + size)
+            first = 0 if heads.window is None else max(0, num_before + begin + 1 - heads.window)
+            last = num_before + (stop if sees_ahead else end)
+            yield RowPiece(begin, end, first // block_size * block_size, last, sees_ahead)
+
+
+def _parts(query_len: int, spans: Sequence[Span]) -> Iterator[tuple[int, int, bool]]:
+    """Cut a row's queries into spans and what is between them."""
+    at = 0
+    for begin, end in spans:
+        if at < begin:
+            yield at, begin, False
+        yield begin, end, True
+        at = end
+    if at < query_len:
+        yield at, query_len, False
 
 
 def piece_mask(
     piece: RowPiece, num_before: int, heads: Heads, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """Return what each query of a piece sees of its keys, [queries, keys], 0 or -inf; None: it is causal alone.
+    """Return what each query of a piece sees of its keys, [queries, keys], 0 or -inf.
+
+    None: all of them if the piece sees ahead, else those up to itself.
 
     Args:
         piece: Of a row.
@@ -58,13 +80,15 @@ def piece_mask(
     """
     first_query, end, window = num_before + piece.begin, num_before + piece.end, heads.window
     has_own_kernel = _has_own_kernel(heads)
-    if first_query == piece.first and has_own_kernel and (window is None or end - piece.first <= window):
+    is_whole = piece.sees_ahead or first_query == piece.first
+    if is_whole and has_own_kernel and (window is None or end - piece.first <= window):
         return None
-    keys = torch.arange(piece.first, end, device=device)
-    queries = keys[first_query - piece.first :].unsqueeze(1)
-    allowed = keys <= queries
+    keys = torch.arange(piece.first, piece.last, device=device)
+    queries = keys[first_query - piece.first : end - piece.first].unsqueeze(1)
+    allowed = keys <= queries if not piece.sees_ahead else keys >= 0
     if window is not None:
-        allowed &= keys > queries - window
+        allowed = allowed & (keys > queries - window)
+    allowed = allowed.expand(len(queries), -1)
     return additive_mask(allowed, dtype if has_own_kernel else torch.promote_types(dtype, torch.float32))
 
 
@@ -81,6 +105,8 @@ def attend_piece(
     mask: torch.Tensor | None,
     heads: Heads,
     scale: float,
+    *,
+    sees_ahead: bool = False,
 ) -> torch.Tensor:
     """Return the output of a piece's queries, [Q, Hq, Dv].
 
@@ -95,7 +121,7 @@ def attend_piece(
             keys.to(q.dtype).unsqueeze(0),
             values.to(q.dtype).unsqueeze(0),
             attn_mask=mask,
-            is_causal=mask is None,
+            is_causal=mask is None and not sees_ahead,
             scale=scale,
             enable_gqa=heads.num_heads != heads.num_kv_heads,
         )

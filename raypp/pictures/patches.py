@@ -1,6 +1,7 @@
 """From pixels to what the encoder takes: an image is resized so that whole patches fill it, and cut into them.
 
-Tested against transformers' `Qwen2VLImageProcessorPil`, which does the same for tensors of floats. Here pixels stay
+Tested against transformers' `Qwen2VLImageProcessorPil` and `Gemma3ImageProcessorPil`, which do the same for tensors of
+floats. Here pixels stay
 what they are, 8 bits each: an eighth of the bytes to hash and to send, and the encoder scales them in one operation.
 """
 
@@ -68,7 +69,7 @@ def num_tokens_of(size: tuple[int, int], config: VisionConfig) -> int:
 
 def image_item(image: Image.Image, size: tuple[int, int], config: VisionConfig) -> EncoderItem:
     """Return the item of an RGB image. Shapes: size as `fitted_size` returns it."""
-    pixels = _resized(image, size)
+    pixels = _resized(image, size, config)
     return _item([pixels] * config.temporal_patch_size, config)
 
 
@@ -77,16 +78,17 @@ def video_items(frames: Iterable[Image.Image], size: tuple[int, int], config: Vi
 
     Frames are taken one at a time, so that no more than one of them need be there in its own size.
     """
-    pixels = [_resized(frame, size) for frame in frames]
+    pixels = [_resized(frame, size, config) for frame in frames]
     group = config.temporal_patch_size
     pixels += pixels[-1:] * (-len(pixels) % group)
     return [_item(pixels[start : start + group], config) for start in range(0, len(pixels), group)]
 
 
-def _resized(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8]:
+def _resized(image: Image.Image, size: tuple[int, int], config: VisionConfig) -> NDArray[np.uint8]:
     height, width = size
     if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
+        resampling = Image.Resampling.BICUBIC if config.image_side is None else Image.Resampling.BILINEAR
+        image = image.resize((width, height), resampling)
     return np.asarray(image)
 
 
@@ -116,15 +118,16 @@ def place_pictures(
         RequestError: there are more or fewer placeholders than items.
     """
     ids = np.asarray(token_ids, np.int32)
-    places = np.flatnonzero((ids == config.image_token_id) | (ids == config.video_token_id))
+    places = np.flatnonzero(np.isin(ids, config.placeholder_ids))
     if len(places) != len(items):
         raise RequestError(
             "the number of image placeholders in the prompt differs from the number of images",
             got=f"{len(places)} placeholders, {len(items)} images",
             expected="one for each",
-            hint="text must not contain the model's own image placeholders, such as <|image_pad|>",
+            hint="text must not contain the model's own image placeholders",
         )
     counts = np.ones(len(ids), np.int64)
     counts[places] = [item.num_tokens for item in items]
     starts = (np.cumsum(counts) - counts)[places].tolist()
-    return np.repeat(ids, counts), PromptItems(tuple(items), tuple(starts), config.spatial_merge_size)
+    merge_size = config.spatial_merge_size if config.has_axes else None
+    return np.repeat(ids, counts), PromptItems(tuple(items), tuple(starts), merge_size)

@@ -56,7 +56,9 @@ class PictureMarks:
 
     start: str  # before an image
     end: str  # behind it
-    video: str  # stands for the tokens of a group of frames
+    image: str  # stands for its tokens
+    video: str  # stands for the tokens of a group of frames; empty: the model takes no videos
+    are_in_prompts: bool = True  # whether a rendered prompt has all of an image's marks; else its start alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +98,8 @@ class PictureReader:
             QueueFullError: other requests did not make room in time.
         """
         check_number(contents, self.limits)
+        if self.config.video_token_id is None and not all(isinstance(content, ImageContent) for content in contents):
+            raise RequestError("this model takes no videos", got="a video", expected="images and text")
         opened = self._opened(contents)
         self._check_tokens(contents, opened)
         with self._room.hold(sum(image.num_pixels for images in opened for image in images)):
@@ -107,14 +111,18 @@ class PictureReader:
                     pictures.append(self._video(images, content.fps))
             return pictures
 
-    def mark_frames(self, text: str, pictures: Sequence[ReadPicture], marks: PictureMarks) -> str:
+    def mark_pictures(self, text: str, pictures: Sequence[ReadPicture], marks: PictureMarks) -> str:
         """Return a rendered prompt in which each video's mark is one per group of frames, and when it is shown.
 
-        A video that the template put between its marks loses these: each group has its own.
+        Where a start alone stands for an image, it gets the other marks, and empty lines around them: Gemma 3's
+        (transformers 5.17, `processing_gemma3.py`). A video that the template put between its marks loses these: each
+        group has its own.
 
         Raises:
             RequestError: there are not as many marks of videos as videos.
         """
+        if not marks.are_in_prompts:
+            return text.replace(marks.start, f"\n\n{marks.start}{marks.image}{marks.end}\n\n")
         videos = [picture.seconds for picture in pictures if picture.seconds is not None]
         if not videos:
             return text
@@ -212,6 +220,8 @@ class PictureReader:
     def _fitted_size(self, width: int, height: int, num_frames: int | None) -> tuple[int, int]:
         """Return the height and width that an image, or each of so many frames of a video, is resized to."""
         config = self.config
+        if config.image_side is not None:
+            return config.image_side, config.image_side
         bounds = config.image_pixels if num_frames is None else config.video_pixels
         num_counted = 1 if num_frames is None else max(num_frames, config.temporal_patch_size)
         return fitted_size(height, width, config.side_factor, bounds, num_counted)

@@ -113,6 +113,7 @@ class EnginePlan(EngineLayout):
             caches_next_token=self.draft_head is not None,
             vocab_size=self.model.vocab_size,
             max_item_tokens=self.encoders.max_item_tokens,
+            keeps_items_whole=self.model.vision is not None and self.model.vision.sees_ahead,
         )
 
     def stage_resources(self) -> dict[str, float]:
@@ -199,6 +200,7 @@ class EnginePlan(EngineLayout):
             max_drafts=self.config.speculative.max_drafts,
             speculative=self.config.speculative,
             takes_items=self.model.vision is not None,
+            items_see_ahead=self.model.vision is not None and self.model.vision.sees_ahead,
             num_deepstack_layers=self.model.num_deepstack_layers,
             num_carried_taps=max(0, self.model.num_deepstack_layers - self.stages[0].end_layer),
             ngram_window=self.ngram_window,

@@ -34,10 +34,12 @@ class ItemAdmission:
     Args:
         queue: Where requests without images go at once.
         max_tokens: Rows of embeddings that the first stage may hold.
+        max_item_tokens: Of one image, which a step must compute whole; None: images may be cut.
     """
 
-    def __init__(self, queue: WaitingQueue, max_tokens: int) -> None:
+    def __init__(self, queue: WaitingQueue, max_tokens: int, max_item_tokens: int | None = None) -> None:
         self._queue = queue
+        self._max_item_tokens = max_item_tokens
         self._room: LruCache[bytes, None] = LruCache(max_tokens)
         self._held = WaitingQueue()
         self._ordered: dict[RequestState, int] = {}  # with their pins; the value counts the items still missing
@@ -66,7 +68,7 @@ class ItemAdmission:
         return self._room.used
 
     def check(self, request: Request) -> None:
-        """Refuse a request whose images could never be held together.
+        """Refuse a request whose images could never be held together, or one of them never computed.
 
         Raises:
             RequestError: with the numbers.
@@ -81,6 +83,15 @@ class ItemAdmission:
                 got=f"{num_tokens} tokens of images",
                 expected=f"at most {self._room.limit}",
                 hint="fewer or smaller images, or a larger stage_embedding_bytes",
+            )
+        longest = max(item.num_tokens for item in request.items.items)
+        if self._max_item_tokens is not None and longest > self._max_item_tokens:
+            raise RequestError(
+                "an image has more tokens than one step computes, and this model's images cannot be cut",
+                request_id=request.request_id,
+                got=f"{longest} tokens",
+                expected=f"at most {self._max_item_tokens}, beside rows that decode and within KV blocks of windows",
+                hint="a larger max_num_batched_tokens, more KV blocks, or a smaller max_num_seqs",
             )
 
     def push(self, state: RequestState) -> None:

@@ -354,6 +354,7 @@ class KvBlocks:
         for index in self._windowed:
             num_left = max(0, self.groups[index].pool.num_free - num_reserved - taken[index])
             num_tokens = min(num_tokens, num_left * self._block_size - num_ahead)
+        num_tokens = self._without_parts(state, start, num_tokens)
         chunk_end = self._with_lookahead(state, start + num_tokens)
         ends = [self._limits.num_blocks_for(whole if group.window is None else chunk_end) for group in self.groups]
         wanted = [end - prefix.num_blocks + count for end, count in zip(ends, taken, strict=True)]
@@ -416,9 +417,17 @@ class KvBlocks:
             held = len(state.tables[index].blocks) * self._block_size - start
             num_left = max(0, self.groups[index].pool.num_free - num_reserved)
             num_tokens = min(num_tokens, held + num_left * self._block_size - self._limits.num_lookahead_tokens)
+        num_tokens = self._without_parts(state, start, num_tokens)
         if num_tokens <= 0:
             return 0
         return num_tokens if self.try_grow(state, self._with_lookahead(state, start + num_tokens)) else 0
+
+    def _without_parts(self, state: RequestState, start: int, num_tokens: int) -> int:
+        """Return the tokens of a chunk that was cut to what there are blocks for, less an image's part."""
+        items = state.request.items
+        if items is None or not self._limits.keeps_items_whole or num_tokens <= 0:
+            return num_tokens
+        return items.end_between(start, start + num_tokens) - start
 
     def to_snapshot(self, state: RequestState, start: int, num_tokens: int) -> int:
         """Return how many of a chunk's tokens to compute at first, so that a snapshot can stand behind shared blocks.

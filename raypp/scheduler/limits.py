@@ -56,6 +56,8 @@ class SchedulerLimits:
     """Token ids are smaller than this."""
     max_item_tokens: int = 0
     """Rows of images' embeddings that the first stage may hold; 0 without an encoder."""
+    keeps_items_whole: bool = False
+    """Whether no chunk of a prompt may end within an image, whose tokens see all of it."""
 
     def __post_init__(self) -> None:
         assert self.num_stages >= 1
@@ -101,6 +103,16 @@ class SchedulerLimits:
             return num_blocks
         num_ahead = self.max_steps_per_cohort * (1 + self.max_drafts) + self.num_lookahead_tokens
         return min(num_blocks, self.num_blocks_for(group.window + num_ahead) + 1)
+
+    @property
+    def max_whole_item_tokens(self) -> int:
+        """The most tokens of an image that one step computes, whatever decodes beside it."""
+        most = self.max_num_batched_tokens - (self.max_step_rows - 1) * (1 + self.max_drafts)
+        for group in self.groups:
+            if group.window is not None:
+                num_held = (group.num_blocks - 2) * self.block_size  # of a request that is alone
+                most = min(most, num_held - group.window - self.num_lookahead_tokens)
+        return most
 
     def _held_tokens(self, group: BlockGroup) -> int:
         """Return the most tokens of a request that is alone, as this group has it."""

@@ -83,10 +83,19 @@ class PrefillChooser:
 
     def _continue(self, state: RequestState, budget: StepBudget) -> Chunk | None:
         start, end = state.num_prefilled_tokens, state.num_prefill_tokens
-        num_tokens = self._kv.to_snapshot(state, start, budget.chunk_tokens(start, end - start))
+        num_tokens = self._chunk_tokens(state, start, end - start, budget)
         if num_tokens:
             num_tokens = self._kv.hold_chunk(state, num_tokens, len(self._running) - 1)
         return Chunk(state, start, num_tokens, start + num_tokens == end, is_first=False) if num_tokens else None
+
+    def _chunk_tokens(self, state: RequestState, start: int, num_rest: int, budget: StepBudget) -> int:
+        """Return the tokens of a request's next chunk; 0: it should wait. Images that may not be cut come whole."""
+        num_tokens = self._kv.to_snapshot(state, start, budget.chunk_tokens(start, num_rest))
+        items = state.request.items
+        if not num_tokens or items is None or not self._limits.keeps_items_whole:
+            return num_tokens
+        end = items.end_between(start, start + num_tokens)
+        return end - start if end > start else budget.whole(items.end_of_item(start) - start)
 
     def _admit(self, budget: StepBudget, last_collected: int) -> Chunk | None:
         """Give the next waiting request a row and blocks, and return its first chunk; None when it has to wait."""
@@ -104,7 +113,7 @@ class PrefillChooser:
             return None
         num_cached_tokens = prefix.num_blocks * self._limits.block_size
         num_rest = state.num_tokens - num_cached_tokens
-        num_tokens = self._kv.to_snapshot(state, num_cached_tokens, budget.chunk_tokens(num_cached_tokens, num_rest))
+        num_tokens = self._chunk_tokens(state, num_cached_tokens, num_rest, budget)
         if num_tokens:
             num_tokens = self._kv.try_admit(state, prefix, num_tokens, num_reserved)
         if not num_tokens:

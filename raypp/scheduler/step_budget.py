@@ -294,7 +294,8 @@ class StepBudget:
         # prompts that are all there before the first step are cut alike in every run, and in every life of an engine.
         self._ms_of = predictor.estimated_ms if math.isinf(limits.max_itl_ms) else predictor.ms
         self._work = decoding
-        self._num_tokens = limits.max_num_batched_tokens - decoding.num_tokens
+        self._max_tokens = limits.max_num_batched_tokens
+        self._num_tokens = self._max_tokens - decoding.num_tokens
         self._most_ms = math.inf
         self._least_chunk = limits.min_prefill_chunk_tokens
         pace = min(1.0, free_kv_share / SHORT_OF_KV_SHARE)
@@ -333,6 +334,10 @@ class StepBudget:
         if num_tokens == num_rest or num_tokens >= self._least_chunk:
             return num_tokens
         return num_tokens if self._takes_all_tokens and num_tokens == self._num_tokens else 0
+
+    def whole(self, num_tokens: int) -> int:
+        """Return the tokens of a chunk that cannot be cut, whatever time they take; 0: they do not fit at all."""
+        return num_tokens if num_tokens <= self._max_tokens - self._work.num_tokens else 0
 
     def take(self, start: int, num_tokens: int) -> None:
         """Count a chunk."""

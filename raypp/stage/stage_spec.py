@@ -71,6 +71,7 @@ class StageSpec:
     max_drafts: int  # K at most; 0 without speculation
     speculative: SpeculativeSection = field(default_factory=SpeculativeSection)
     takes_items: bool = False  # whether prompts may hold images
+    items_see_ahead: bool = False  # whether an image's tokens see all of that image
     num_deepstack_layers: int = 0  # leading layers of the model that rows of images are added after
     num_carried_taps: int = 0  # of these, the ones behind the first stage: their rows travel between stages
     ngram_window: int = 0  # newest tokens of a row that n-grams are looked for in; 0 without speculation

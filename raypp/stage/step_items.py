@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from raypp.encoder.protocol import EncodedItem
 from raypp.models.decoder import Deepstack
+from raypp.ops.attention import Span
 from raypp.ops.host_to_device import to_device, to_device_together
 from raypp.prompt_items import keys_of_array
 from raypp.stage.stage_spec import StageSpec
@@ -59,7 +60,7 @@ class ItemStore:
 
 @dataclass(frozen=True, eq=False)
 class _Prompt:
-    rope_positions: NDArray[np.int32]  # [prompt tokens, 3]
+    rope_positions: NDArray[np.int32]  # [prompt tokens, 3]; [0, 3]: as in text
     starts: list[int]
     lens: list[int]
     keys: list[bytes]
@@ -70,6 +71,7 @@ class ItemRows:
 
     def __init__(self, spec: StageSpec, device: torch.device) -> None:
         self._device = device
+        self._sees_ahead = spec.items_see_ahead
         self._offsets = torch.zeros(spec.max_num_seqs, dtype=torch.int64, device=device)
         self._prompts: dict[int, _Prompt] = {}
 
@@ -105,6 +107,8 @@ class ItemRows:
         values: list[NDArray[np.int32]] = []
         for prompt, token, start, end in self._chunks(batch):
             in_prompt = prompt.rope_positions[start:end]
+            if not len(prompt.rope_positions):  # as in text
+                continue
             indices.append(np.arange(token, token + len(in_prompt)))
             values.append(in_prompt)
         if not indices:
@@ -128,6 +132,24 @@ class ItemRows:
                     parts.append(ItemPart(key, begin - first, stop - first))
         assert sum(map(len, indices)) == batch.plan.num_item_tokens, "the scheduler and the stages count differently"
         return StepItems(to_device(np.concatenate(indices), self._device), tuple(parts))
+
+    def spans(self, batch: StepBatch) -> list[list[Span]] | None:
+        """Return what of each prefill row are tokens of one image, of a model whose images are seen whole, else None.
+
+        See `AttentionBatch.prefill_spans`. A chunk ends with no part of an image: the scheduler sees to that.
+        """
+        if not self._sees_ahead or not batch.plan.num_item_tokens:
+            return None
+        first, plan, spans = batch.num_decode_rows, batch.plan, list[list[Span]]()
+        rows, starts = plan.rows[first:].tolist(), plan.num_computed_tokens[first:].tolist()
+        for row, start, count in zip(rows, starts, batch.prefill_query_lens, strict=True):
+            prompt, of_row = self._prompts.get(row), list[Span]()
+            for at, length in () if prompt is None else zip(prompt.starts, prompt.lens, strict=True):
+                if at < start + count and start < at + length:
+                    assert at + length <= start + count, "a chunk ends within an image that is seen whole"
+                    of_row.append((max(0, at - start), at + length - start))
+            spans.append(of_row)
+        return spans
 
     def _chunks(self, batch: StepBatch) -> list[tuple[_Prompt, int, int, int]]:
         """Return prompt, first token in the step, and first and last position, of chunks of prompts with images.

@@ -280,6 +280,7 @@ class StepLayers:
             slot_mappings=of_rows.slot_mappings,
             prefill_query_lens=batch.prefill_query_lens,
             prefill_seq_lens=prefill_seq_lens,
+            prefill_spans=None if batch.is_decode or self.item_rows is None else self.item_rows.spans(batch),
         )
         if self.checkpoints is not None:
             starts, begins = batch.num_computed_tokens, batch.queries.query_start_loc

@@ -1,7 +1,8 @@
-"""Small random Qwen3-VL and Qwen3.5 checkpoints, and what transformers makes of pictures and prompts with them.
+"""Small random Qwen3-VL, Qwen3.5 and Gemma 3 checkpoints, and what transformers makes of images and prompts with them.
 
 Over the seeds they vary in the sizes of both halves, in taps, patches, learned positions, in how a head's pairs are
-shared out to axes, in which form config.json is written, some have experts, and some gated delta nets.
+shared out to axes, in which form config.json is written, some have experts, and some gated delta nets. Those of Gemma 3
+vary in windows, shorter and longer than an image, and in the tokens of an image.
 """
 
 from __future__ import annotations
@@ -122,6 +123,88 @@ def make_vision_checkpoint(seed: int, directory: Path, *, min_layers: int = 2, l
     return directory
 
 
+def make_gemma3_checkpoint(seed: int, directory: Path, *, like: Path | None = None) -> Path:
+    """Write a random Gemma 3 with its tower to `directory` and return it. Equal arguments, equal files.
+
+    It has the tokenizer of the directory `like`, if that is given; else none.
+    """
+    rng = random.Random(f"gemma3-{seed}")
+    num_layers, hidden_size = rng.randint(2, 5), rng.choice((32, 48))
+    patch_size, merge, token_side, vision_heads = (
+        rng.choice((4, 6)),
+        rng.choice((1, 2)),
+        2 + seed % 3,
+        rng.choice((1, 2)),
+    )
+    marks = {"image_token_index": IMAGE, "boi_token_index": VISION_START, "eoi_token_index": VISION_END}
+    vocab_size, eos_token_id = rng.choice((160, 256)), 1
+    if like is not None:
+        theirs = json.loads((like / "config.json").read_text())
+        marks, vocab_size = {name: theirs[name] for name in marks}, theirs["text_config"]["vocab_size"]
+    config = transformers.Gemma3Config(
+        text_config={
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "intermediate_size": 48,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1 + seed % 2,
+            "head_dim": 16,
+            "query_pre_attn_scalar": rng.choice((7, 24)),
+            "max_position_embeddings": 1024,
+            "sliding_window": (3, 9, 40)[seed % 3],
+            "layer_types": [("sliding_attention", "full_attention")[(i + seed) % 2] for i in range(num_layers)],
+            "initializer_range": 0.25,
+            "eos_token_id": eos_token_id,
+        },
+        vision_config={
+            "num_hidden_layers": rng.randint(2, 3),
+            "hidden_size": vision_heads * rng.choice((16, 24)),
+            "num_attention_heads": vision_heads,
+            "intermediate_size": rng.choice((40, 64)),
+            "image_size": patch_size * merge * token_side,
+            "patch_size": patch_size,
+            "vision_use_head": False,
+        },
+        mm_tokens_per_image=token_side**2,
+        tie_word_embeddings=seed % 2 == 0,
+        **marks,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = transformers.Gemma3ForConditionalGeneration(config)
+        _randomize_gemma3(model)
+    model.save_pretrained(directory)
+    for name in () if like is None else ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(like / name, directory)
+    side = config.vision_config.image_size
+    images = {"size": {"height": side, "width": side}, "image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.3, 0.25]}
+    (directory / "preprocessor_config.json").write_text(json.dumps(images))
+    if seed % 2:  # as it is published
+        tensors = load_file(directory / "model.safetensors")
+        inner = "vision_tower.vision_model."
+        named = {name.replace("vision_tower.", inner): tensor for name, tensor in tensors.items()}
+        named["lm_head.weight"] = named.pop("language_model.lm_head.weight")
+        save_file(named, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@torch.no_grad()
+def _randomize_gemma3(model: Any) -> None:
+    """Make visible what initialization hides."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):  # of 1 + w, but for the tower's own
+            parameter.copy_((1.0 if "vision_tower" in name else 0.0) + 0.3 * torch.randn_like(parameter))
+        elif name.endswith("bias") or "layer_norm" in name:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        elif name.endswith("position_embedding.weight"):
+            parameter.copy_(torch.randn_like(parameter))
+        elif "vision_tower" in name or "projection" in name:
+            parameter.copy_(0.2 * torch.randn_like(parameter))
+        elif "lm_head" in name:  # else its scaled embedding, once more the LM head, says again what was said
+            parameter.copy_(0.25 * torch.randn_like(parameter))
+
+
 def _class_name(*, has_states: bool, has_experts: bool) -> str:
     """Return what names of transformers' classes begin with."""
     return ("Qwen3_5" if has_states else "Qwen3VL") + ("Moe" if has_experts else "")
@@ -217,19 +300,27 @@ def picture_prompt(path: Path, parts: list[Any]) -> tuple[list[int], PromptItems
 
 
 def pixel_values(path: Path, item: EncoderItem) -> torch.Tensor:
-    """Return an item's patches as transformers' processors make them, float32."""
+    """Return an item's pixels as transformers' processors make them, float32: patches, or [1, 3, side, side]."""
     config = load_model_config(path).vision
     assert config is not None
     per_channel = config.patch_dim // config.in_channels
     mean, std = (np.repeat(np.array(v, np.float32), per_channel) for v in (config.image_mean, config.image_std))
-    return torch.from_numpy((item.patches.astype(np.float32) / 255 - mean) / std)
+    patches = torch.from_numpy((item.patches.astype(np.float32) / 255 - mean) / std)
+    if config.image_side is None:
+        return patches
+    side, patch, merge = config.image_side, config.patch_size, config.spatial_merge_size
+    num_squares = side // (patch * merge)
+    squares = patches.view(num_squares, num_squares, merge, merge, config.in_channels, patch, patch)
+    return squares.permute(4, 0, 2, 5, 1, 3, 6).reshape(1, config.in_channels, side, side)
 
 
 @lru_cache(maxsize=2)
 def load_vision_reference(path: Path) -> Any:
     """Return transformers' model of a directory, in float32."""
     config = load_model_config(path)
+    assert config.vision is not None
     name = _class_name(has_states=config.has_row_states, has_experts=config.experts is not None)
+    name = "Gemma3" if config.vision.kind == "gemma3" else name
     model_class = getattr(transformers, name + "ForConditionalGeneration")
     model = model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     return model.eval()
@@ -238,11 +329,17 @@ def load_vision_reference(path: Path) -> Any:
 @torch.inference_mode()
 def hf_rows(path: Path, items: list[EncoderItem]) -> list[torch.Tensor]:
     """Return each item's embeddings and deepstack rows, [1 + L, N, H]."""
-    pixels = torch.cat([pixel_values(path, item) for item in items])
+    pixels, model = torch.cat([pixel_values(path, item) for item in items]), load_vision_reference(path).model
+    if _is_gemma3(model):
+        return [rows.unsqueeze(0) for rows in model.get_image_features(pixels).pooler_output]
     grids = torch.tensor([item.grid_thw for item in items])
-    found = load_vision_reference(path).model.get_image_features(pixels, grids)
+    found = model.get_image_features(pixels, grids)
     rows = torch.stack([torch.cat(found.pooler_output), *getattr(found, "deepstack_features", ())])
     return list(rows.split([item.num_tokens for item in items], dim=1))
+
+
+def _is_gemma3(model: Any) -> bool:
+    return str(model.config.model_type) == "gemma3"
 
 
 @torch.inference_mode()
@@ -254,8 +351,12 @@ def hf_vision_choices(
     cache = transformers.DynamicCache(config=model.config.get_text_config())
     model.model.rope_deltas = None  # of the prompt before
     ids = torch.tensor([prompt])
-    inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
-    if items is not None:
+    kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": kinds}
+    if _is_gemma3(model):  # with its processor, text alone has types, too: it is masked the same
+        pixels = None if items is None else torch.cat([pixel_values(path, item) for item in items.items])
+        inputs = {"input_ids": ids, "token_type_ids": kinds, "pixel_values": pixels}
+    elif items is not None:
         for token, pixels, grids in (
             (IMAGE, "pixel_values", "image_grid_thw"),
             (VIDEO, "pixel_values_videos", "video_grid_thw"),

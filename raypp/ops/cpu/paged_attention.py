@@ -45,7 +45,8 @@ class PrefillPiece:
     first_key: int  # of the step's tokens, where the row has no tokens but these
     num_keys: int
     head_blocks: torch.Tensor | None  # [2 * Hk * blocks]; None: the row has no tokens but these
-    mask: torch.Tensor | None  # [end - start, num_keys], 0 or -inf; None: causal
+    mask: torch.Tensor | None  # [end - start, num_keys], 0 or -inf; None: see `raypp.ops.row_attention.piece_mask`
+    sees_ahead: bool
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -130,7 +131,9 @@ def _attend(
             keys, values = keys[:, : piece.num_keys], values[:, : piece.num_keys]
         keys = with_latents(keys, values) if heads.has_latents else keys
         queries = q[piece.start : piece.end]
-        out[piece.start : piece.end] = attend_piece(queries, keys, values, piece.mask, heads, scale)
+        out[piece.start : piece.end] = attend_piece(
+            queries, keys, values, piece.mask, heads, scale, sees_ahead=piece.sees_ahead
+        )
     return out
 
 
@@ -290,16 +293,17 @@ def _head_blocks(cache: LayerCache, block_tables: torch.Tensor) -> torch.Tensor:
 def _prefill_pieces(cache: LayerCache, dtype: torch.dtype, batch: AttentionBatch, heads: Heads) -> list[PrefillPiece]:
     block_size, pieces = cache.keys.shape[2], list[PrefillPiece]()
     tables, start = batch.block_tables[heads.group], batch.num_decode_rows * batch.decode_query_len
-    lens = zip(batch.prefill_query_lens, batch.prefill_seq_lens, strict=True)
-    for row, (query_len, seq_len) in enumerate(lens, batch.num_decode_rows):
+    spans = batch.prefill_spans or [()] * len(batch.prefill_query_lens)
+    lens = zip(batch.prefill_query_lens, batch.prefill_seq_lens, spans, strict=True)
+    for row, (query_len, seq_len, of_row) in enumerate(lens, batch.num_decode_rows):
         num_before = seq_len - query_len
-        for piece in row_pieces(query_len, seq_len, heads, block_size if num_before else 1):
-            end, head_blocks = num_before + piece.end, None
+        for piece in row_pieces(query_len, seq_len, heads, block_size if num_before else 1, of_row):
+            head_blocks = None
             if num_before:
-                blocks = slice(piece.first // block_size, -(-end // block_size))
+                blocks = slice(piece.first // block_size, -(-piece.last // block_size))
                 head_blocks = _head_blocks(cache, tables[row : row + 1, blocks])
             mask = piece_mask(piece, num_before, heads, dtype, tables.device)
             tokens = (start + piece.begin, start + piece.end, start + piece.first)
-            pieces.append(PrefillPiece(*tokens, end - piece.first, head_blocks, mask))
+            pieces.append(PrefillPiece(*tokens, piece.last - piece.first, head_blocks, mask, piece.sees_ahead))
         start += query_len
     return pieces

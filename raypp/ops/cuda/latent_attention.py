@@ -231,7 +231,7 @@ class CudaLatentAttention:
             before = num_keys - num_queries
             for piece in row_pieces(num_queries, num_keys, heads):
                 rows = slice(first_query + piece.begin, first_query + piece.end)
-                tokens = slice(first_key + piece.first, first_key + before + piece.end)
+                tokens = slice(first_key + piece.first, first_key + piece.last)
                 k, v = keys[tokens].transpose(0, 1), values[tokens].transpose(0, 1)
                 mask = piece_mask(piece, before, heads, queries.dtype, queries.device)
                 out[rows] = attend_piece(queries[rows], k, v, mask, heads, heads.scale)

@@ -3,6 +3,7 @@
 all tokens      norm, rotation, KV append                       one Triton launch
 decode rows     Triton, split along the context                 lengths on the device, capturable
 prefill rows    FlashInfer's planned prefill, else torch        lengths from the host: a break point of graphs
+... with spans  torch, see `AttentionBatch.prefill_spans`       the same
 
 Sinks are no part of FlashInfer's kernels here: its output is rescaled by what they add to the softmax's sum.
 """
@@ -241,6 +242,7 @@ class SdpaPiece:
     num_keys: int
     blocks: torch.Tensor  # [blocks] int64
     mask: torch.Tensor | None  # see `raypp.ops.row_attention.piece_mask`
+    sees_ahead: bool
 
 
 class SdpaPrefill:
@@ -260,14 +262,15 @@ class SdpaPrefill:
     def plan(self, batch: AttentionBatch, ring_entry: int) -> object:
         heads, block_size, pieces, start = self._heads, self._block_size, list[SdpaPiece](), 0
         tables = batch.block_tables[heads.group][batch.num_decode_rows :]
-        for table, query_len, seq_len in zip(
-            tables.unbind(0), batch.prefill_query_lens, batch.prefill_seq_lens, strict=False
+        spans = batch.prefill_spans or [()] * len(batch.prefill_query_lens)
+        for table, query_len, seq_len, of_row in zip(
+            tables.unbind(0), batch.prefill_query_lens, batch.prefill_seq_lens, spans, strict=False
         ):
-            for piece in row_pieces(query_len, seq_len, heads, block_size):
-                end = seq_len - query_len + piece.end
-                blocks = table[piece.first // block_size : -(-end // block_size)].long()
+            for piece in row_pieces(query_len, seq_len, heads, block_size, of_row):
+                blocks = table[piece.first // block_size : -(-piece.last // block_size)].long()
                 mask = piece_mask(piece, seq_len - query_len, heads, self._dtype, table.device)
-                pieces.append(SdpaPiece(start + piece.begin, start + piece.end, end - piece.first, blocks, mask))
+                tokens, num_keys = (start + piece.begin, start + piece.end), piece.last - piece.first
+                pieces.append(SdpaPiece(*tokens, num_keys, blocks, mask, piece.sees_ahead))
             start += query_len
         return pieces
 
@@ -280,7 +283,9 @@ class SdpaPrefill:
                 for side in cache
             )
             keys, values, queries = keys[:, : piece.num_keys], values[:, : piece.num_keys], q[piece.start : piece.end]
-            attended = attend_piece(queries, keys, values, piece.mask, heads, heads.scale * k_scale)
+            attended = attend_piece(
+                queries, keys, values, piece.mask, heads, heads.scale * k_scale, sees_ahead=piece.sees_ahead
+            )
             out[piece.start : piece.end] = attended * v_scale
 
 
@@ -330,17 +335,19 @@ class CudaAttention:
         sizes = heads.num_heads, heads.num_kv_heads, heads.head_dim
         self._decode = TritonDecode(*sizes, max_query_len, device, workspace, heads.value_dim)
         missing = missing_for_flashinfer(heads)
-        self._prefill: Prefill
+        # FlashInfer's kernels are causal; images that are seen whole are rare in a step, and correct by torch.
+        self._with_spans = SdpaPrefill(heads, block_size, dtype)
+        self._prefill: Prefill = self._with_spans
         if missing is None:
             entries, where = num_ring_entries, device.torch_device
             self._prefill = FlashInferPrefill(heads, block_size, dtype, kv_dtype, entries, where, space=space())
         else:
             _LOG.warning("prefill attention runs in plain torch, several times slower: %s", missing)
-            self._prefill = SdpaPrefill(heads, block_size, dtype)
 
     def plan(self, batch: AttentionBatch, ring_entry: int) -> None:
         """Add the plan of the batch's prefill rows."""
-        batch.plans[self._kind] = self._prefill.plan(batch, ring_entry)
+        prefill = self._prefill if batch.prefill_spans is None else self._with_spans
+        batch.plans[self._kind] = partial(prefill.run, prefill.plan(batch, ring_entry))
 
     def append(
         self, qkv: torch.Tensor, heads: Heads, rope: Rotation, cache: LayerCache, slot_mapping: torch.Tensor
@@ -417,6 +424,6 @@ class CudaAttention:
             )
         if batch.prefill_query_lens:
             plan = batch.plans.get(heads.kind)
-            assert plan is not None, "prefill rows need plan_attention"
+            assert isinstance(plan, partial), "prefill rows need plan_attention"
             tokens = slice(num_decode_tokens, batch.num_tokens)
-            self._prefill.run(plan, q[tokens], cache, heads, out[tokens])
+            plan(q[tokens], cache, heads, out[tokens])

@@ -103,7 +103,7 @@ def test_biases(tmp_path):
         "MinistralForCausalLM": (False, False, False),
         "Qwen2ForCausalLM": (True, False, False),
         "Qwen3ForCausalLM": (True, True, False),
-        **{f"Gemma{end}": (True, True, False) for end in ("2ForCausalLM", "3ForCausalLM", "3ForConditionalGeneration")},
+        **{f"Gemma{end}": (True, True, False) for end in ("2ForCausalLM", "3ForCausalLM")},
     }
 
 

@@ -28,7 +28,20 @@ GEMMA3_4B: dict[str, Any] = {
         "sliding_window": 1024,
     },
     "torch_dtype": "bfloat16",
-    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    "mm_tokens_per_image": 256,
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "image_token_index": 262144,
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 896,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
 }
 GEMMA2: dict[str, Any] = {
     "architectures": ["Gemma2ForCausalLM"],
@@ -116,6 +129,10 @@ def test_gemma3_beside_a_tower(tmp_path: Path) -> None:
     assert config.embedding_scale == 2560**0.5
     total, _ = parameter_counts(config)
     assert total == pytest.approx(3.88e9, rel=0.01)
+    tower = config.vision
+    assert tower is not None
+    assert (tower.grid_side, tower.patches_per_token, tower.tokens_per_max_image, tower.head_dim) == (64, 16, 256, 72)
+    assert (tower.image_token_id, tower.vision_start_token_id, tower.vision_end_token_id) == (262144, 255999, 256000)
     scaled = load_model_config(tmp_path, rope_scaling={"rope_type": "linear", "factor": 2.0})
     assert scaled.attending[0].rope == windowed.rope
     assert scaled.attending[5].rope is not None
@@ -190,6 +207,7 @@ def test_minimax_m2(tmp_path: Path) -> None:
         (GLM_FLASH, {"mlp_layer_types": ["dense"]}, ["mlp_layer_types", "47 of dense, sparse"]),
         (GLM45_AIR, {"first_k_dense_replace": -1}, ["first_k_dense_replace", "-1", "at least 0"]),
         (GEMMA3_4B, {"hidden_activation": "relu"}, ["hidden_activation", "relu", "gelu_pytorch_tanh"]),
+        (GEMMA3_4B, {"mm_tokens_per_image": 100}, ["mm_tokens_per_image", "100", "divides 64 patches"]),
         (GEMMA3_4B, {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
     ],
 )

@@ -225,15 +225,15 @@ def test_frames_of_a_video_are_turned_one_by_one() -> None:
 
 
 def test_frames_of_a_video_are_marked_with_their_times() -> None:
-    reader, marks = _reader(), PictureMarks("<s>", "</s>", "<v>")
+    reader, marks = _reader(), PictureMarks("<s>", "</s>", "<i>", "<v>")
     [video] = reader.read([VideoContent((Image.new("RGB", (32, 32)),) * 5, 2.0)])
     assert video.seconds == (0.25, 1.25, 2.0)
-    assert reader.mark_frames("a<s><v></s>b", [video], marks) == (
+    assert reader.mark_pictures("a<s><v></s>b", [video], marks) == (
         "a<0.2 seconds><s><v></s><1.2 seconds><s><v></s><2.0 seconds><s><v></s>b"
     )
-    assert reader.mark_frames("<s><v></s>", [ReadPicture(())], marks) == "<s><v></s>"
+    assert reader.mark_pictures("<s><v></s>", [ReadPicture(())], marks) == "<s><v></s>"
     with pytest.raises(RequestError, match="number of video placeholders"):
-        reader.mark_frames("<v> and <v>", [video], marks)
+        reader.mark_pictures("<v> and <v>", [video], marks)
     with pytest.raises(RequestError, match="differ in size"):
         reader.read([VideoContent((Image.new("RGB", (32, 32)), Image.new("RGB", (32, 33))), 2.0)])
 

@@ -25,6 +25,7 @@ H, L = 4, 2
 
 
 class _Spec:
+    items_see_ahead = False
     max_num_seqs = 8
 
 
