@@ -1,8 +1,8 @@
 """From pixels to what the encoder takes: an image is resized so that whole patches fill it, and cut into them.
 
 Tested against transformers' `Qwen2VLImageProcessorPil` and `Gemma3ImageProcessorPil`, which do the same for tensors of
-floats. Here pixels stay
-what they are, 8 bits each: an eighth of the bytes to hash and to send, and the encoder scales them in one operation.
+floats. Here pixels stay what they are, 8 bits each: an eighth of the bytes to hash and to send, and the encoder scales
+them in one operation.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 from PIL import Image
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 from vision_configs import vision_config
 
@@ -39,6 +40,24 @@ def test_patches_equal_those_of_transformers(size: tuple[int, int], patch_size: 
     assert list(item.grid_thw) == expected["image_grid_thw"][0].tolist()
     assert item.num_tokens == num_tokens_of(fitted, config) == len(item.patches) // 4
     np.testing.assert_array_equal((item.patches.astype(np.float32) / 255 - 0.5) / 0.5, expected["pixel_values"])
+
+
+@pytest.mark.parametrize("size", [(100, 80), (64, 64), (7, 9), (31, 300), (500, 20)])
+def test_squares_equal_those_of_transformers(size: tuple[int, int]) -> None:
+    """Gemma 3's, whose patches are cut by the tower's convolution: here they are put together again."""
+    side = 64
+    config = vision_config(kind="gemma3", image_side=side, temporal_patch_size=1, spatial_merge_size=1)
+    processor = Gemma3ImageProcessorPil(
+        size={"height": side, "width": side}, image_mean=[0.5, 0.4, 0.6], image_std=[0.5, 0.3, 0.25]
+    )
+    image = _noise(*size)
+    expected = processor(images=[image], return_tensors="np")["pixel_values"][0]
+    item = image_item(image, (side, side), config)
+    rows = side // config.patch_size
+    patches = item.patches.reshape(rows, rows, 3, config.patch_size, config.patch_size)
+    pixels = patches.transpose(2, 0, 3, 1, 4).reshape(3, side, side).astype(np.float32) / 255
+    mean, deviation = (np.array(values, np.float32)[:, None, None] for values in ((0.5, 0.4, 0.6), (0.5, 0.3, 0.25)))
+    np.testing.assert_allclose((pixels - mean) / deviation, expected, atol=1e-6)
 
 
 def test_sizes_equal_those_of_transformers() -> None:
