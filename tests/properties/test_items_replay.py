@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,7 +84,11 @@ class ItemDrive(Drive):
                 if start < last and first < end:
                     assert key in self.store, "a plan reads what the first stage does not have"
                     self.met["read"] += 1
-                    self.met["cut"] += start < first or last < end
+                    is_cut = start < first or last < end
+                    # A prefix hit may have computed the beginning, when it was whole.
+                    assert end <= last or not self.limits.keeps_items_whole, "a plan cuts a picture"
+                    self.met["cut"] += is_cut
+                    self.met["whole"] += not is_cut
 
     def relay(self) -> None:
         """Carry out one thing of what was ordered."""
@@ -132,15 +137,14 @@ class ItemDrive(Drive):
         assert self.scheduler.items.num_stored_tokens <= self.limits.max_item_tokens
 
 
-def with_room(limits: SchedulerLimits, max_item_tokens: int) -> SchedulerLimits:
-    values = {name: getattr(limits, name) for name in SchedulerLimits.__dataclass_fields__}
-    return SchedulerLimits(**(values | {"max_item_tokens": max_item_tokens}))
+def with_room(limits: SchedulerLimits, max_item_tokens: int, **changes: bool) -> SchedulerLimits:
+    return replace(limits, max_item_tokens=max_item_tokens, **changes)
 
 
 @settings(max_examples=sized(30, 60), deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
-@given(limits(), st.integers(2, 14), st.integers(0, 2**32), st.integers(1, 120))
-def test_plans_read_only_what_the_first_stage_has(limits, max_item_tokens, seed, num_actions):
-    drive(with_room(limits, max_item_tokens), seed, num_actions, ItemDrive)
+@given(limits(), st.integers(2, 14), st.integers(0, 2**32), st.integers(1, 120), st.booleans())
+def test_plans_read_only_what_the_first_stage_has(limits, max_item_tokens, seed, num_actions, is_whole):
+    drive(with_room(limits, max_item_tokens, keeps_items_whole=is_whole), seed, num_actions, ItemDrive)
 
 
 def test_the_random_drives_meet_what_they_are_for():
@@ -149,6 +153,15 @@ def test_the_random_drives_meet_what_they_are_for():
         met.update(drive(scarce_limits(seed, max_item_tokens=7), seed, 80, ItemDrive).met)
     whats = ("read", "cut", "stored", "dropped", "failed", "refused")
     for what in (*whats, "preempted with items", "handed over with items"):
+        assert met[what] >= 5, f"{what} was met only {met[what]} times: {dict(met)}"
+
+
+def test_the_random_drives_of_whole_pictures_meet_what_they_are_for():
+    met: Counter[str] = Counter()
+    for seed in range(30):
+        limits = with_room(scarce_limits(seed, max_item_tokens=7), 7, keeps_items_whole=True)
+        met.update(drive(limits, seed, 80, ItemDrive).met)
+    for what in ("whole", "stored", "refused", "preempted with items", "handed over with items"):
         assert met[what] >= 5, f"{what} was met only {met[what]} times: {dict(met)}"
 
 
