@@ -163,7 +163,8 @@ def _tiles(tile_rows: int, kind: WeightKind, device: Device, is_gated: bool) -> 
     if kind == "fp8":
         tuning = Tuning(128, 128, num_warps=8 if tile_rows == 64 else 4, num_stages=3 if is_gated else 4)
     elif kind == "fp4":  # eight warps take up to four times as long
-        tuning = Tuning(64, 64) if is_gated else Tuning(128, 128)
+        is_narrow = is_gated or (tile_rows == 128 and device.shared_bytes < Device.shared_bytes)
+        tuning = Tuning(64, 64) if is_narrow else Tuning(128, 128)
         tuning = replace(tuning, num_stages=3 if tile_rows >= 64 else 4)
     elif kind == "int4":
         tuning = Tuning(64, 128, num_warps=8 if tile_rows == 64 else 4, num_stages=4)

@@ -59,10 +59,13 @@ class LatentTuning:
     num_stages: int = 2
 
 
-def tune_latents(num_rows: int, num_heads: int, query_len: int, device: Device) -> LatentTuning:
+def tune_latents(
+    num_rows: int, num_heads: int, query_len: int, device: Device, *, is_fp8: bool = False
+) -> LatentTuning:
     """Return the cut for a number of rows: as many heads by program as fit, and as many splits as keep all busy.
 
     A processor has one program at a time. So many splits are best that their last round of programs is nearly full.
+    Latents of 8 bits are widened in registers, which four warps have too few of.
     """
     num_processors = device.num_processors
     num_shares = -(-num_heads * query_len // _MOST_QUERIES)
@@ -77,7 +80,7 @@ def tune_latents(num_rows: int, num_heads: int, query_len: int, device: Device) 
     num_splits = min(range(1, most + 1), key=time_of)
     is_small = -(-num_heads // num_shares) * query_len <= _QUERIES_OF_FEW_WARPS
     tile_tokens = 64 if device.shared_bytes >= _BYTES_OF_LARGE_TILES else 32
-    return LatentTuning(num_splits, num_shares, tile_tokens, num_warps=4 if is_small else 8)
+    return LatentTuning(num_splits, num_shares, tile_tokens, num_warps=4 if is_small and not is_fp8 else 8)
 
 
 class TritonLatents:
@@ -171,12 +174,12 @@ class TritonLatents:
         out, num_rows, heads = torch.empty_like(latent_queries), len(block_tables), latents.heads
         if not num_rows:
             return out
-        tuning = tuning or tune_latents(num_rows, num_heads, query_len, self._device)
+        is_fp8 = cache.keys.dtype == FP8
+        tuning = tuning or tune_latents(num_rows, num_heads, query_len, self._device, is_fp8=is_fp8)
         is_split, num_parts = tuning.num_splits > 1, tuning.num_splits * num_heads * num_tokens
         floats = self._workspace.floats
         assert not is_split or num_parts * (rank + 1) <= floats.numel(), "more splits than reserved"
         sums = floats[num_parts * rank :] if is_split else floats
-        is_fp8 = cache.keys.dtype == FP8
         keys, values = (side.view(torch.uint8) if is_fp8 else side for side in cache)
         group = -(-num_heads // tuning.num_shares)
         v_scale = heads.v_scale if is_fp8 else 1.0
