@@ -34,24 +34,24 @@ MAX_CHAT = (71, 720)  # on a busy machine some 50 functions more run than on an 
 
 # Statements, docstrings aside. Aims: 26,300 in raypp, 2,100 in serve_app. A larger budget is a decision: say why.
 MAX_STATEMENTS = {
-    "raypp": 1_300,  # modules of no package; the request, which was the scheduler's, among them
+    "raypp": 1_306,  # modules of no package; the request, which was the scheduler's, among them
     "raypp/actors": 1_975,  # what must be the same on all nodes, and joins them; stages lie where they were planned for
     "raypp/api": 2_320,
     "raypp/batch_job": 860,
     "raypp/cli": 1_095,  # what doctor says of nodes; `serve` takes what `info` advises
     "raypp/config": 565,
     "raypp/driver": 1_020,
-    "raypp/encoder": 580,
+    "raypp/encoder": 581,
     "raypp/grammar": 1_475,
     "raypp/graphs": 420,
-    "raypp/models": 4_192,  # with transformers' modules, kernels in their place; gated delta nets; eight more families
+    "raypp/models": 4_328,  # transformers' modules, kernels in their place; gated delta nets; nine families; two towers
     "raypp/openai_api": 2_712,  # with calls of GLM, MiniMax and Gemma; what templates of gpt-oss and Llama take
-    "raypp/ops": 6_315,  # caches by layer; states, latents, routers, in torch and Triton; sums, choices of members
-    "raypp/pictures": 690,
+    "raypp/ops": 6_338,  # caches by layer; states, latents, routers, twice; members' sums, choices; whole images
+    "raypp/pictures": 699,
     "raypp/plan": 1_700,  # numbers of stages and members are compared; each GPU counts as what it is
-    "raypp/scheduler": 1_830,  # with caches and attention by layer
+    "raypp/scheduler": 1_857,  # with caches and attention by layer; images that no chunk cuts
     "raypp/specdec": 230,
-    "raypp/stage": 2_420,
+    "raypp/stage": 2_438,
     "raypp/supervision": 250,
     "raypp/testing": 543,
     "raypp/transport": 1_645,  # with members: over gloo, NCCL and in shared memory; addresses that cannot be reached

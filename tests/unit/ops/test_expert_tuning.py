@@ -67,7 +67,7 @@ def test_every_cut_fits_the_shared_memory(shared_kib):
             for is_gated, tuning in ((True, cut.gate_up), (False, cut.down)):
                 needed = experts._stage_bytes(cut.tile_rows, kind, tuning, is_gated) * (tuning.num_stages - 1)
                 assert needed <= device.shared_bytes
-            assert shared_kib == 99 or cut == whole
+            assert shared_kib == 99 or cut == whole or (kind == "fp4" and shared_kib < 227)  # of registers
     assert default_cut(4096, SHAPE, device).gate_up.outputs == (64 if shared_kib == 99 else 128)
 
 
