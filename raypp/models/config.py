@@ -144,7 +144,8 @@ class ModelConfig:
     has_fp8_kv_cache: bool = False  # whether the checkpoint was made for a KV cache in 8 bits
     adds_one_to_norms: bool = False  # whether norms multiply by 1 + weight
     mtp_prefix: str | None = None  # of the tensors of a head that drafts, if the model's checkpoints may have one
-    num_drafting_layers: int = 0  # behind the last layer, in the checkpoint alone: raypp has no such heads
+    has_mtp_layer: bool = False  # whether that head is stored as one more layer
+    num_drafting_layers: int = 0  # behind the last layer, in the checkpoint alone
     has_wide_qk_norm: bool = False  # whether `qk_norm` is of all heads at once
     activation: Activation = "silu"  # of dense layers
     has_output_norms: bool = False  # whether attention's and the MLP's outputs are normalized before they are added
@@ -268,6 +269,9 @@ def load_model_config(
         raise fields.error("rope_parameters.mrope_section", "nothing", "three numbers of pairs: time, height, width")
     if vision is not None and len(vision.deepstack_layers) > num_layers:
         raise fields.error("num_hidden_layers", num_layers, f"a layer for each of {len(vision.deepstack_layers)} taps")
+    num_drafting_layers = fields.integer(
+        "num_nextn_predict_layers", fields.integer("num_mtp_layers", 0, least=0), least=0
+    )
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -290,8 +294,11 @@ def load_model_config(
         quantization=read_quantization(fields),
         has_fp8_kv_cache=has_fp8_kv_cache(fields),
         adds_one_to_norms=family.adds_one_to_norms,
-        mtp_prefix=family.mtp_prefix,
-        num_drafting_layers=fields.integer("num_nextn_predict_layers", 0, least=0),
+        mtp_prefix=f"{family.weight_prefix}layers.{num_layers}."
+        if family.has_mtp_layer and num_drafting_layers
+        else family.mtp_prefix,
+        has_mtp_layer=family.has_mtp_layer,
+        num_drafting_layers=num_drafting_layers,
         activation=family.activation,
         has_output_norms=family.has_output_norms,
         embedding_scale=math.sqrt(hidden_size) if family.scales_embedding else 1.0,

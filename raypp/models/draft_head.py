@@ -97,12 +97,15 @@ class DraftHead:
             else target.head_embedding()
         )
         fc_bias = weights.tensor("fc.bias", hidden) if config.has_fc_bias else None
-        fc = weights.weight(("fc",), (hidden,), config.fc_inputs)
+        fc = weights.weight((config.mtp_names.fc,), (hidden,), config.fc_inputs)
         self._joining: JoinedProjection | None = None  # of mtp
         self._last_norm: Projection | None = None  # of mtp, before the LM head and the next draft
         if config.kind == "mtp":
-            names = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight")
-            of_tokens, of_states, last = (read_norm(layer, weights, name, hidden) for name in names)
+            names = config.mtp_names
+            of_tokens, of_states, last = (
+                read_norm(layer, weights, f"{name}.weight", hidden)
+                for name in (names.of_tokens, names.of_states, names.last)
+            )
             self._joining = kernels.joined_norms_linear(self._embedding, (of_tokens, of_states), layer.rms_norm_eps, fc)
             self._last_norm = kernels.norm(last, layer.rms_norm_eps)
         else:

@@ -44,6 +44,20 @@ _FUSED_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # tensors of all
 _NEW_FLAGS = ("norm_before_fc", "fc_norm", "norm_output")  # of heads that compute otherwise
 
 
+@dataclass(frozen=True)
+class MtpNames:
+    """What an MTP head's tensors are called."""
+
+    fc: str = "fc"
+    of_tokens: str = "pre_fc_norm_embedding"
+    of_states: str = "pre_fc_norm_hidden"
+    last: str = "norm"
+    layer: str = "layers.0."
+
+
+_IN_A_LAYER = MtpNames("eh_proj", "enorm", "hnorm", "shared_head.norm", "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftHeadConfig:
     """A head's architecture and sizes. H its hidden size, H_t and V the target's hidden size and vocabulary."""
@@ -54,6 +68,7 @@ class DraftHeadConfig:
     target_vocab_size: int
     aux_depths: tuple[int, ...]  # eagle3: the target's layers after which hidden states are taken, in their order
     layer_prefix: str
+    mtp_names: MtpNames = MtpNames()
     has_fc_bias: bool
     has_input_norm: bool
     has_embedding: bool  # else it uses the target's
@@ -183,7 +198,8 @@ def load_mtp_config(path: Path, target: ModelConfig, *, is_dummy: bool = False) 
     if prefix is None:
         return None
     tensors = {} if is_dummy else {name: one for name, one in stored_tensors(path).items() if name.startswith(prefix)}
-    if not is_dummy and not any(name.startswith(f"{prefix}fc.") for name in tensors):
+    names = mtp_names(target)
+    if not is_dummy and not any(name.startswith(f"{prefix}{names.fc}.") for name in tensors):
         return None
     experts = None if target.experts is None else replace(target.experts, dense_layers=frozenset())
     form = target.quantization
@@ -196,7 +212,8 @@ def load_mtp_config(path: Path, target: ModelConfig, *, is_dummy: bool = False) 
         target_hidden_size=target.hidden_size,
         target_vocab_size=target.vocab_size,
         aux_depths=(),
-        layer_prefix="layers.0.",
+        layer_prefix=names.layer,
+        mtp_names=names,
         has_fc_bias=False,
         has_input_norm=True,
         has_embedding=False,
@@ -204,6 +221,11 @@ def load_mtp_config(path: Path, target: ModelConfig, *, is_dummy: bool = False) 
         maps_vocabulary=False,
         norm_before_residual=False,
     )
+
+
+def mtp_names(target: ModelConfig) -> MtpNames:
+    """Return what the tensors of a model's own head are called."""
+    return _IN_A_LAYER if target.has_mtp_layer else MtpNames()
 
 
 def _plain_modules(prefix: str, tensors: Mapping[str, StoredTensor]) -> tuple[str, ...]:

@@ -91,6 +91,7 @@ class Family:
     attend."""
     has_joined_projections: bool = False  # of gated delta nets, see `GatedDeltaConfig`
     mtp_prefix: str | None = None  # of the tensors of a head that drafts the next tokens; None: there is none
+    has_mtp_layer: bool = False  # whether such a head is stored as one more layer, in the names of DeepSeek-V3's
     activation: Activation = "silu"  # of dense layers
     has_output_norms: bool = False  # whether attention's and the MLP's outputs are normalized before they are added
     scales_embedding: bool = False  # whether embeddings are multiplied by the root of their size
@@ -321,6 +322,7 @@ FAMILIES = {
     ),
     # GLM-4.5 to 4.7, with experts: half of a head is rotated, and the first layers are dense.
     "Glm4MoeForCausalLM": Family(
+        has_mtp_layer=True,
         qkv_bias="attention_bias",
         qk_norm="use_qk_norm",
         defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "norm_topk_prob": True},

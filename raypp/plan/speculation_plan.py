@@ -11,7 +11,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.checkpoint_names import CHECKPOINT_FILES
 from raypp.models.config import ModelConfig
-from raypp.models.draft_head_config import DraftHeadConfig, load_draft_head_config, load_mtp_config
+from raypp.models.draft_head_config import DraftHeadConfig, load_draft_head_config, load_mtp_config, mtp_names
 from raypp.models.families import FAMILIES
 from raypp.models.member_sizes import of_one_member
 from raypp.models.registry import resolve_draft_head_path
@@ -89,8 +89,10 @@ def draft_head(
     if given.model is None:
         own = load_mtp_config(model_path, model, is_dummy=is_dummy)
         if own is None:
-            families = ", ".join(name for name, family in FAMILIES.items() if family.mtp_prefix is not None)
-            looked_for = f"tensors {model.mtp_prefix}fc.* in {model_path}: {CHECKPOINT_FILES}"
+            families = ", ".join(
+                name for name, family in FAMILIES.items() if family.mtp_prefix is not None or family.has_mtp_layer
+            )
+            looked_for = f"tensors {model.mtp_prefix}{mtp_names(model).fc}.* in {model_path}: {CHECKPOINT_FILES}"
             raise ConfigError(
                 "the model has no head of its own that drafts",
                 got=f"speculative.method {given.method}, {model.architecture}",

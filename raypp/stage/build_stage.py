@@ -36,7 +36,11 @@ StageFactory = Callable[[StageSpec, ModelConfig], StageModel]
 """Makes a stage's model in place of the one that the checkpoint names; see `raypp.testing.FakeStage`. With
 `makes_members = True` it makes those of members, too, and sums by itself where these have parts."""
 
-_TARGET_TO_DRAFT = "t2d"  # which tokens a head can draft, the other way round than d2t; only training needs it
+_UNUSED = {  # of draft heads
+    "t2d",  # which tokens a head can draft, the other way round than d2t; only training needs it
+    "embed_tokens.weight",  # of MTP heads: copies of the model's
+    "shared_head.head.weight",
+}
 _NUM_KEPT_PRODUCTS = 32
 """Shapes of matrix products that oneDNN, and torch's layer above it, keep prepared; see docs/design/0062."""
 
@@ -134,7 +138,9 @@ def _build_draft_head(
     part = None if members is None else VocabularyPart(members, layer.vocab_size)
     choice = choose_token_choice(device, spec.max_step_rows, part)
     built = DraftHead(head.config, model, weights, kernels, choice, part)
-    warn_of_unread(source, "the draft head", lambda name: name != _TARGET_TO_DRAFT and name.startswith(prefix))
+    warn_of_unread(
+        source, "the draft head", lambda name: name.startswith(prefix) and name.removeprefix(prefix) not in _UNUSED
+    )
     return built
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ class MtpModules(nn.Module):
         super().__init__()
         config = copy.deepcopy(model.config)
         config.layer_types = ["full_attention"]
+        config.first_k_dense_replace = 0  # as transformers' `get_mtp_config` says
         layers = model.model.layers
         norm, hidden = type(model.model.norm), config.hidden_size
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
@@ -37,8 +39,43 @@ def add_mtp_head(path: Path, seed: int) -> None:
         head = MtpModules(load_reference(path))
         for name, parameter in head.named_parameters():
             parameter.data = (0.3 if "norm" in name else 0.2) * torch.randn_like(parameter)
+    _write(path, head)
+
+
+_IN_A_LAYER = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+}
+"""What parts of a head are called that is stored as one more layer: DeepSeek-V3's, GLM's."""
+
+
+def _stored(head: MtpModules, path: Path) -> dict[str, list[tuple[str, torch.Tensor]]]:
+    """Return by each name of a head's tensors those of a checkpoint that are stacked to it, as it is stored."""
+    values = json.loads((path / "config.json").read_text())
+    if "num_nextn_predict_layers" not in values and "num_mtp_layers" not in values:
+        return {name: [(f"mtp.{name}", tensor)] for name, tensor in head.state_dict().items()}
+    prefix, found = f"model.layers.{values['num_hidden_layers']}.", {}
+    for name, tensor in head.state_dict().items():
+        part, _, rest = name.partition(".")
+        inner = name.removeprefix("layers.0.") if part == "layers" else f"{_IN_A_LAYER[part]}.{rest}"
+        block, is_experts, kind = inner.partition("experts.")
+        if not is_experts or "shared" in block:
+            found[name] = [(prefix + inner, tensor)]
+            continue
+        products = ("gate_proj", "up_proj") if kind.startswith("gate_up") else ("down_proj",)
+        found[name] = [
+            (f"{prefix}{block}experts.{expert}.{product}.weight", half)
+            for expert, matrix in enumerate(tensor)
+            for product, half in zip(products, matrix.chunk(len(products)), strict=True)
+        ]
+    return found
+
+
+def _write(path: Path, head: MtpModules) -> None:
     tensors = load_file(path / "model.safetensors")
-    own = {f"mtp.{name}": tensor.contiguous() for name, tensor in head.state_dict().items()}
+    own = {name: one.detach().contiguous().clone() for each in _stored(head, path).values() for name, one in each}
     save_file(tensors | own, path / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -48,9 +85,12 @@ class MtpReference:
     def __init__(self, path: Path) -> None:
         self.model = load_reference(path)
         self.head = MtpModules(self.model).float().eval()
-        found = load_file(path / "model.safetensors").items()
+        found, shapes = load_file(path / "model.safetensors"), self.head.state_dict()
         self.head.load_state_dict(
-            {name.removeprefix("mtp."): tensor.float() for name, tensor in found if name.startswith("mtp.")}
+            {
+                name: torch.cat([found[stored].float() for stored, _ in each]).view(shapes[name].shape)
+                for name, each in _stored(self.head, path).items()
+            }
         )
         self.head.layers[0].self_attn.config._attn_implementation = "eager"
 
@@ -115,7 +155,5 @@ def train_mtp_head(path: Path, texts: list[list[int]], *, num_steps: int) -> flo
         loss.backward()
         optimizer.step()
         share = float((logits.argmax(2) == ids[:, 2:]).float().mean())
-    tensors = load_file(path / "model.safetensors")
-    own = {f"mtp.{name}": tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
-    save_file(tensors | own, path / "model.safetensors", metadata={"format": "pt"})
+    _write(path, head)
     return share
