@@ -22,6 +22,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from raypp.errors import ModelLoadError
 from raypp.models.draft_head_config import DraftHeadConfig
+from raypp.models.latent_mixer import LatentDrafter, LatentMixer
 from raypp.models.layer import (
     AttentionWeights,
     GatedMLP,
@@ -33,7 +34,7 @@ from raypp.models.layer import (
 )
 from raypp.models.weights import WeightReader
 from raypp.ops.attention import AttentionBatch, Rotation
-from raypp.ops.backend import JoinedProjection, KernelSet, Projection
+from raypp.ops.backend import AddedProjection, Attention, JoinedProjection, KernelSet, Projection
 from raypp.ops.kv_cache import LayerCache
 from raypp.ops.sample.tables import AdjustedLogits
 from raypp.ops.sample.token_choice import TokenChoice
@@ -90,7 +91,6 @@ class DraftHead:
         self._choice = choice
         self._part = part
         layer, hidden = config.layer, config.layer.hidden_size
-        self.qkv_size = sum(layer.attending[0].row_sizes)
         self._embedding = (
             weights.tensor("embed_tokens.weight", config.target_vocab_size, hidden)
             if config.has_embedding
@@ -111,10 +111,19 @@ class DraftHead:
         else:
             self._fc = kernels.linear(fc, fc_bias)
         below = weights.below(config.layer_prefix)
-        attention = read_attention(layer, 0, below.below("self_attn."), config.attention_inputs, kernels)
-        self._read_entry(below, attention)
-        self._attention = kernels.attention(attention.heads)
-        self._output = kernels.add_linear(attention.output, attention.output_bias)
+        self._qkv: Projection | None = None  # of eagle and mtp
+        self._joined: JoinedProjection | None = None  # of eagle3
+        self._state_norm: Projection | None = None  # of eagle3, if the normalized state is what the layer adds to
+        self._attention: Attention | LatentDrafter
+        if layer.attending[0].latent is None:
+            attention = read_attention(layer, 0, below.below("self_attn."), config.attention_inputs, kernels)
+            self._read_entry(below, attention)
+            self._attention = kernels.attention(attention.heads)
+            self._output: AddedProjection = kernels.add_linear(attention.output, attention.output_bias)
+        else:
+            mixer = LatentMixer(layer, 0, below, kernels, read_norm(layer, below, "input_layernorm.weight", hidden))
+            self._attention = drafter = LatentDrafter(mixer)
+            self._qkv, self._output = drafter.project, mixer.output
         self._mlp = (GatedMLP if layer.experts is None else SparseMLP)(layer, below, kernels)
         self._logits = self._read_lm_head(weights)
         self._draft_to_target = _draft_to_target(config, weights) if config.maps_vocabulary else None
@@ -124,9 +133,6 @@ class DraftHead:
     def _read_entry(self, weights: WeightReader, attention: AttentionWeights) -> None:
         config, kernels, eps = self.config, self._kernels, self.config.layer.rms_norm_eps
         qkv, qkv_bias = attention.qkv, attention.qkv_bias
-        self._qkv: Projection | None = None  # of eagle
-        self._joined: JoinedProjection | None = None  # of eagle3
-        self._state_norm: Projection | None = None  # of eagle3, if the normalized state is what the layer adds to
         input_norm = state_norm = None
         if config.has_input_norm:
             input_norm = read_norm(config.layer, weights, "input_layernorm.weight", config.layer.hidden_size)

@@ -187,6 +187,7 @@ _OF_DEEPSEEK = {
     "v_head_dim": 128,
 }
 _DEEPSEEK_V3 = Family(
+    has_mtp_layer=True,
     qkv_bias="attention_bias",
     attention_output_bias="attention_bias",
     defaults={
@@ -352,6 +353,7 @@ FAMILIES = {
     # DeepSeek-V2, its experts chosen by a softmax; V3, R1, and Kimi-K2, by sigmoids: keys and values are of latents.
     "DeepseekV2ForCausalLM": replace(
         _DEEPSEEK_V3,
+        has_mtp_layer=False,
         mlp_bias="mlp_bias",
         defaults={**_OF_DEEPSEEK, "max_position_embeddings": 2048},
         experts=ExpertFamily(

@@ -58,9 +58,23 @@ class LatentMixer:
         self._attention = kernels.latent_attention(_read_heads(config, attention, weights))
 
     def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = self._inputs(hidden)
-        queries, latents = inputs.split((inputs.shape[1] - self._latent_width, self._latent_width), 1)
+        queries, latents = self.split(self._inputs(hidden))
         return queries if self._queries is None else self._queries(queries.contiguous()), latents
+
+    def split(self, joined: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what is before the latents, and these."""
+        queries, latents = joined.split((joined.shape[1] - self._latent_width, self._latent_width), 1)
+        return queries, latents
+
+    def append(
+        self,
+        projected: tuple[torch.Tensor, torch.Tensor],
+        rope: Rotation,
+        cache: LayerCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """See `raypp.ops.backend.LatentAttention.append`."""
+        self._attention.append(projected, rope, cache, slot_mapping)
 
     def attend(
         self,
@@ -72,6 +86,24 @@ class LatentMixer:
     ) -> torch.Tensor:
         assert rope is not None
         return self._attention(projected, rope, cache, batch, out)
+
+
+class LatentDrafter:
+    """Such a layer of a head that drafts, whose queries and latents are one tensor: see `raypp.models.draft_head`."""
+
+    def __init__(self, mixer: LatentMixer) -> None:
+        self._mixer = mixer
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Return queries and latents, [T, Hq * (N + R) + L + R]."""
+        return torch.cat(self._mixer.project(x), 1)
+
+    def __call__(self, joined: torch.Tensor, rope: Rotation, cache: LayerCache, batch: AttentionBatch) -> torch.Tensor:
+        return self._mixer.attend(self._mixer.split(joined), rope, cache, batch, None)
+
+    def append(self, joined: torch.Tensor, rope: Rotation, cache: LayerCache, slot_mapping: torch.Tensor) -> None:
+        """See `raypp.ops.backend.LatentAttention.append`."""
+        self._mixer.append(self._mixer.split(joined), rope, cache, slot_mapping)
 
 
 def _read_heads(config: ModelConfig, attention: AttentionConfig, weights: WeightReader) -> LatentHeads:

@@ -117,6 +117,15 @@ class LatentAttention(Protocol):
         more. Else as `Attention`.
         """
 
+    def append(
+        self,
+        projected: tuple[torch.Tensor, torch.Tensor],
+        rope: Rotation,
+        cache: LayerCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Only write the cache; queries are left alone. Shapes: slot_mapping [T] int64."""
+
 
 class GatedDelta(Protocol):
     """From the projections of a gated delta net to its gated norm; states are moved on the way. A break point."""

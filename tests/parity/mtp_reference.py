@@ -23,6 +23,7 @@ class MtpModules(nn.Module):
         config = copy.deepcopy(model.config)
         config.layer_types = ["full_attention"]
         config.first_k_dense_replace = 0  # as transformers' `get_mtp_config` says
+        config.mlp_layer_types = ["sparse"]
         layers = model.model.layers
         norm, hidden = type(model.model.norm), config.hidden_size
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
@@ -33,7 +34,10 @@ class MtpModules(nn.Module):
 
 
 def add_mtp_head(path: Path, seed: int) -> None:
-    """Write a random head into a checkpoint of one file, below `mtp.`."""
+    """Write a random head into a checkpoint of one file, where its family has it."""
+    config = json.loads((path / "config.json").read_text())
+    if config["model_type"] in ("glm4_moe", "glm4_moe_lite", "deepseek_v3"):
+        (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = MtpModules(load_reference(path))
@@ -54,7 +58,7 @@ _IN_A_LAYER = {
 def _stored(head: MtpModules, path: Path) -> dict[str, list[tuple[str, torch.Tensor]]]:
     """Return by each name of a head's tensors those of a checkpoint that are stacked to it, as it is stored."""
     values = json.loads((path / "config.json").read_text())
-    if "num_nextn_predict_layers" not in values and "num_mtp_layers" not in values:
+    if "num_nextn_predict_layers" not in values:
         return {name: [(f"mtp.{name}", tensor)] for name, tensor in head.state_dict().items()}
     prefix, found = f"model.layers.{values['num_hidden_layers']}.", {}
     for name, tensor in head.state_dict().items():

@@ -76,13 +76,13 @@ def test_tokens_equal_transformers(family, count, num_stages, tmp_path):
     comparison.assert_rare()
 
 
-HEADS = [("eagle", 2, 1), ("eagle3_own_vocabulary", 2, 2), ("mtp", 2, 2), ("mtp_layer", 2, 1)]
+HEADS = [("eagle", 2, 1), ("eagle3_own_vocabulary", 2, 2), ("mtp", 2, 2), ("mtp_layer", 2, 1), ("mtp_latents", 2, 2)]
 MORE_HEADS = [("eagle", 4, 2), ("eagle3", 2, 1), ("eagle3", 4, 3), ("eagle3_qwen", 2, 2), ("mtp", 4, 1), ("mtp", 3, 2)]
 
 
 def _with_head(kind: str, count: int, path: Path) -> tuple[Path, dict, Reference]:
     """Return a random model, the speculation by a random head of a kind, and the reference of the two."""
-    families = {"mtp": ("qwen3_5_moe", 8), "mtp_layer": ("glm4_moe", 0)}
+    families = {"mtp": ("qwen3_5_moe", 8), "mtp_layer": ("glm4_moe", 0), "mtp_latents": ("deepseek_v3", 0)}
     family, method = families.get(kind, ("qwen3", 4)), kind.partition("_")[0]
     target = make_checkpoint(*family, path / "model", min_layers=4, **sizes_for_members(family[0], count, count))
     if method == "mtp":

@@ -21,9 +21,15 @@ from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.types import SamplingParams
 
-CELLS = [("qwen3_5", 0, 2, "none"), ("qwen3_5_moe", 8, 3, "full"), ("glm4_moe", 0, 2, "full")]
+CELLS = [
+    ("qwen3_5", 0, 2, "none"),
+    ("qwen3_5_moe", 8, 3, "full"),
+    ("glm4_moe", 0, 2, "full"),
+    ("deepseek_v3", 0, 2, "none"),
+]
 CELLS += sized([], [("qwen3_next", 0, 2, "none"), ("qwen3_5", 6, 1, "full"), ("qwen3_5", 12, 4, "none")])
 CELLS += sized([], [("qwen3_5_moe", 2, 1, "none"), ("qwen3_next", 2, 3, "full"), ("glm4_moe", 5, 3, "none")])
+CELLS += sized([], [("deepseek_v3", 2, 3, "full"), ("glm4_moe_lite", 0, 1, "full"), ("glm4_moe_lite", 2, 2, "none")])
 """Families, seeds, stages and modes of graphs."""
 
 

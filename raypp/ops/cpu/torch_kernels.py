@@ -199,8 +199,7 @@ class TorchAttention:
         if self._heads.has_gate:
             qkv, _ = self._without_gates(qkv)
         _, k, v = self._make_heads(qkv, rope)
-        k, v = as_cached(k, cache.keys, self._heads.k_scale), as_cached(v, cache.values, self._heads.v_scale)
-        write_kv_cache(cache, k, v, cache_rows(cache, slot_mapping))
+        _append(k, v, cache, slot_mapping, self._heads)
 
     def _without_gates(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries, keys and values, and the queries' gates [T, Hq * Dk]."""
@@ -247,6 +246,29 @@ class TorchLatentAttention:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         latents, heads = self._latents, self._latents.heads
+        q, k, v = self._made(projected, rope)
+        summed = None if out is None else q.new_zeros(len(q), heads.num_heads * latents.rank)
+        summed = _attend(q, k, v, cache, batch, heads, summed).unflatten(1, (heads.num_heads, -1))
+        attended = torch.bmm(summed.transpose(0, 1), self._to_values).transpose(0, 1).flatten(1)
+        if out is None:
+            return attended
+        return out.copy_(attended)
+
+    def append(
+        self,
+        projected: tuple[torch.Tensor, torch.Tensor],
+        rope: Rotation,
+        cache: LayerCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        _, k, v = self._made(projected, rope)
+        _append(k, v, cache, slot_mapping, self._latents.heads)
+
+    def _made(
+        self, projected: tuple[torch.Tensor, torch.Tensor], rope: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries over latents [T, Hq, L + R], keys [T, 1, L + R], values [T, 1, L]."""
+        latents, heads = self._latents, self._latents.heads
         queries = projected[0].unflatten(1, (heads.num_heads, -1))
         latent, key = projected[1].split_with_sizes((latents.rank, latents.rotary_dim), 1)
         queries, query_ends = queries.split_with_sizes((latents.key_dim, latents.rotary_dim), 2)
@@ -257,13 +279,12 @@ class TorchLatentAttention:
         else:
             rotated = apply_rotary(rotating, rope)
         q = torch.cat((torch.bmm(queries.transpose(0, 1), self._to_keys).transpose(0, 1), rotated[:, :-1]), 2)
-        k, v = rotated[:, -1:], self._norm(latent).unsqueeze(1)
-        summed = None if out is None else q.new_zeros(len(q), heads.num_heads * latents.rank)
-        summed = _attend(q, k, v, cache, batch, heads, summed).unflatten(1, (heads.num_heads, -1))
-        attended = torch.bmm(summed.transpose(0, 1), self._to_values).transpose(0, 1).flatten(1)
-        if out is None:
-            return attended
-        return out.copy_(attended)
+        return q, rotated[:, -1:], self._norm(latent).unsqueeze(1)
+
+
+def _append(k: torch.Tensor, v: torch.Tensor, cache: LayerCache, slot_mapping: torch.Tensor, heads: Heads) -> None:
+    k, v = as_cached(k, cache.keys, heads.k_scale), as_cached(v, cache.values, heads.v_scale)
+    write_kv_cache(cache, k, v, cache_rows(cache, slot_mapping))
 
 
 @break_point

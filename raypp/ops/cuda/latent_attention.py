@@ -157,6 +157,18 @@ class CudaLatentAttention:
         attend(queries, latents, cache, batch, out.view(len(queries), num_heads, -1))
         return out
 
+    def append(
+        self,
+        projected: tuple[torch.Tensor, torch.Tensor],
+        latents: LatentHeads,
+        rope: Rotation,
+        cache: LayerCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write one layer's latents and rotated keys to the cache."""
+        none = projected[0].unflatten(1, (latents.heads.num_heads, -1))[:, :0]
+        self._kernels.append(none, projected[1], latents, rope, slot_mapping, cache)
+
     @break_point
     def _attend_any_rows(
         self, queries: torch.Tensor, latents: LatentHeads, cache: LayerCache, batch: AttentionBatch, out: torch.Tensor
@@ -255,3 +267,12 @@ class LatentLayerAttention:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return self._attention.run(projected, self._latents, rope, cache, batch, out)
+
+    def append(
+        self,
+        projected: tuple[torch.Tensor, torch.Tensor],
+        rope: Rotation,
+        cache: LayerCache,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        self._attention.append(projected, self._latents, rope, cache, slot_mapping)
