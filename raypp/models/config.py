@@ -269,9 +269,7 @@ def load_model_config(
         raise fields.error("rope_parameters.mrope_section", "nothing", "three numbers of pairs: time, height, width")
     if vision is not None and len(vision.deepstack_layers) > num_layers:
         raise fields.error("num_hidden_layers", num_layers, f"a layer for each of {len(vision.deepstack_layers)} taps")
-    num_drafting_layers = fields.integer(
-        "num_nextn_predict_layers", fields.integer("num_mtp_layers", 0, least=0), least=0
-    )
+    num_drafting_layers = fields.integer("num_nextn_predict_layers", 0, least=0)
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -294,9 +292,7 @@ def load_model_config(
         quantization=read_quantization(fields),
         has_fp8_kv_cache=has_fp8_kv_cache(fields),
         adds_one_to_norms=family.adds_one_to_norms,
-        mtp_prefix=f"{family.weight_prefix}layers.{num_layers}."
-        if family.has_mtp_layer and num_drafting_layers
-        else family.mtp_prefix,
+        mtp_prefix=family.prefix_of_head(num_layers, num_drafting_layers),
         has_mtp_layer=family.has_mtp_layer,
         num_drafting_layers=num_drafting_layers,
         activation=family.activation,

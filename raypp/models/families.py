@@ -97,6 +97,12 @@ class Family:
     scales_embedding: bool = False  # whether embeddings are multiplied by the root of their size
     has_local_rope: bool = False  # whether windowed layers have a rope of their own, see `read_local_rope`
 
+    def prefix_of_head(self, num_layers: int, num_drafting_layers: int) -> str | None:
+        """Return the prefix of the tensors of a head that drafts; None: a model of those numbers of layers has none."""
+        if self.has_mtp_layer and num_drafting_layers:
+            return f"{self.weight_prefix}layers.{num_layers}."
+        return self.mtp_prefix
+
 
 _QWEN3_VL_TOWER = VisionFamily(vision_start_token_id=151652, has_deepstack=True)
 _QWEN3_5 = Family(

@@ -138,6 +138,12 @@ def check_latents(
         rounding = 0.13 if scale is not None else 2e-2 if dtype != torch.float32 else 1e-5
         rounding = 0.51 if scale is not None and not IS_GPU else rounding  # see `Kernels.assert_narrowed`
         torch.testing.assert_close(*written, atol=rounding, rtol=rounding)
+    queries, apart = projected[0].clone(), LayerCache(*(torch.zeros_like(side) for side in cache))
+    attention.append(projected, latents, table, apart, batch.slot_mappings[0])  # as a head that drafts does
+    assert torch.equal(queries, projected[0])
+    for side, appended in zip(cache, apart, strict=True):
+        one, other = (each.view(-1, each.shape[-1])[batch.slot_mappings[0][used]] for each in (side, appended))
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
     if tuning is not None and decode_lens:
         _check_cut(kernels, latents, projected[0], cache, batch, tuning, query_len)
 
