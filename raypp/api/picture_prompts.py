@@ -216,7 +216,15 @@ class PicturePrompts:
 
     def _marks(self, config: VisionConfig) -> PictureMarks:
         ids = [config.vision_start_token_id, config.vision_end_token_id, *config.placeholder_ids]
-        start, end, image, *video = self._tokenizer.token_texts(ids)
+        texts = self._tokenizer.token_texts(ids)
+        start, end, image, *video = texts
+        if not (start and end and image):
+            raise RequestError(
+                "the model's tokenizer has no text for the marks of an image",
+                got=dict(zip(ids, texts, strict=True)),
+                expected="a text for each of these tokens",
+                hint="images with the tokenizer that came with the model",
+            )
         return PictureMarks(start, end, image, video[0] if video else "", config.has_own_marks)
 
     def needed_reader(self) -> PictureReader:

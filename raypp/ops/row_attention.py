@@ -26,7 +26,7 @@ class RowPiece(NamedTuple):
 
 
 def row_pieces(
-    query_len: int, seq_len: int, heads: Heads, block_size: int = 1, spans: Sequence[Span] = ()
+    query_len: int, seq_len: int, heads: Heads, block_size: int = 1, spans: Sequence[Span] | None = None
 ) -> Iterator[RowPiece]:
     """Cut a row's queries into pieces: one, unless there is a window, a span, or much memory of scores or a mask.
 
@@ -35,16 +35,18 @@ def row_pieces(
         seq_len: All tokens of the row.
         heads: The layer's.
         block_size: First keys are multiples of it.
-        spans: See `AttentionBatch.prefill_spans`.
+        spans: See `AttentionBatch.prefill_spans`. None: the step has none.
     """
-    num_before, size = seq_len - query_len, query_len
+    num_before, size, num_keys = seq_len - query_len, query_len, seq_len
     if heads.window is not None:
         size = max(heads.window, _LEAST_PIECE)
-    if spans or not _has_own_kernel(heads):  # where there is a mask, torch may compute all scores at once, too
-        size = min(size, max(1, _SCORES_BYTES // (heads.num_heads * seq_len * 4)))
+        num_keys = min(seq_len, heads.window + size)
+    # Where there is a mask, torch may compute all scores at once, too; on GPUs such rows are those of steps with spans.
+    if spans is not None or not _has_own_kernel(heads):
+        size = min(size, max(1, _SCORES_BYTES // (heads.num_heads * num_keys * 4)))
     elif num_before:
-        size = min(size, max(1, _SCORES_BYTES // (seq_len * 4)))
-    for start, stop, sees_ahead in _parts(query_len, spans):
+        size = min(size, max(1, _SCORES_BYTES // (num_keys * 4)))
+    for start, stop, sees_ahead in _parts(query_len, spans or ()):
         for begin in range(start, stop, size):
             end = min(stop, begin + size)
             first = 0 if heads.window is None else max(0, num_before + begin + 1 - heads.window)

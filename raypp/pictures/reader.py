@@ -6,6 +6,7 @@ import asyncio
 import base64
 import binascii
 import os
+import re
 import stat
 import sys
 import threading
@@ -122,7 +123,8 @@ class PictureReader:
             RequestError: there are not as many marks of videos as videos.
         """
         if not marks.are_in_prompts:
-            return text.replace(marks.start, f"\n\n{marks.start}{marks.image}{marks.end}\n\n")
+            alone = re.compile(f"{re.escape(marks.start)}(?!{re.escape(marks.image)})")  # else a prompt has them all
+            return alone.sub(lambda _: f"\n\n{marks.start}{marks.image}{marks.end}\n\n", text)
         videos = [picture.seconds for picture in pictures if picture.seconds is not None]
         if not videos:
             return text

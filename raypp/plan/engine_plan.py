@@ -15,7 +15,7 @@ from typing import Any
 
 from raypp.config.engine_config import EngineConfig
 from raypp.config.sections import TransportKind
-from raypp.errors import ConfigError
+from raypp.errors import ConfigError, ResourceError
 from raypp.grammar.vocabulary import VocabularySource
 from raypp.messages import BlockGroup
 from raypp.models.generation_config import read_sampling_defaults
@@ -92,6 +92,7 @@ class EnginePlan(EngineLayout):
 
     def scheduler_limits(self) -> SchedulerLimits:
         """Return what the scheduler must keep to."""
+        vision = self.model.vision
         return SchedulerLimits(
             num_stages=len(self.stages),
             max_steps_per_cohort=self.max_steps_per_cohort,
@@ -113,7 +114,7 @@ class EnginePlan(EngineLayout):
             caches_next_token=self.draft_head is not None,
             vocab_size=self.model.vocab_size,
             max_item_tokens=self.encoders.max_item_tokens,
-            keeps_items_whole=self.model.vision is not None and self.model.vision.sees_ahead,
+            whole_item_tokens=0 if vision is None or not vision.sees_ahead else vision.tokens_per_max_image,
         )
 
     def stage_resources(self) -> dict[str, float]:
@@ -354,7 +355,7 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
         for index, (start, count) in enumerate(zip(layout.start_layers, layout.layers, strict=True))
     )
     has_defaults = config.model.generation_config == "auto"
-    return EnginePlan(
+    plan = EnginePlan(
         **vars(layout),
         transport=_transport(config, layout.device),
         max_model_len=longest_request(config, model, mix, num_blocks),
@@ -372,6 +373,27 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
         stages=stages,
         sampling_defaults=read_sampling_defaults(Path(layout.model_path)) if has_defaults else {},
     )
+    _check_whole_items(plan.scheduler_limits())
+    return plan
+
+
+def _check_whole_items(limits: SchedulerLimits) -> None:
+    """Refuse a plan with which every image would be refused."""
+    least = limits.whole_item_tokens + limits.max_step_rows - 1
+    if limits.max_num_batched_tokens < least and limits.whole_item_tokens:
+        raise ConfigError(
+            "scheduler.max_num_batched_tokens is too small for an image, which this model computes whole",
+            got=limits.max_num_batched_tokens,
+            expected=f"at least {least}: {limits.whole_item_tokens} tokens of an image, and a token for each other row",
+            hint="raise max_num_batched_tokens, lower max_num_seqs, or take text alone: num_encoders = 0",
+        )
+    if limits.max_whole_item_tokens < limits.whole_item_tokens:
+        raise ResourceError(
+            "the KV blocks of layers with a window do not hold an image, which this model computes whole",
+            got=f"{limits.max_whole_item_tokens} tokens beside the window",
+            expected=f"at least {limits.whole_item_tokens}",
+            hint="more memory for the KV cache, or text alone: num_encoders = 0",
+        )
 
 
 def _described(reads: WeightReads) -> dict[str, Any]:

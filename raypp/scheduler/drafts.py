@@ -172,7 +172,8 @@ class DraftControl:
         num_rows, limits = len(cohort.states), self._limits
         if num_free_blocks < num_rows:
             return 0  # drafts reserve blocks, most for nothing: no request shall be preempted for that
-        most = min(limits.max_drafts, limits.max_num_batched_tokens // num_rows - 1)
+        num_tokens = limits.max_num_batched_tokens - limits.whole_item_tokens  # an image must find room beside drafts
+        most = max(0, min(limits.max_drafts, num_tokens // num_rows - 1))
         return self._policy.num_drafts(cohort.index, num_rows, most)
 
     def note(self, step: InFlightStep, result: StepResult) -> None:

@@ -87,10 +87,10 @@ class ItemAdmission:
         longest = max(item.num_tokens for item in request.items.items)
         if self._max_item_tokens is not None and longest > self._max_item_tokens:
             raise RequestError(
-                "an image has more tokens than one step computes, and this model's images cannot be cut",
+                "an image has more tokens than a step takes beside rows that decode, and this model's cannot be cut",
                 request_id=request.request_id,
                 got=f"{longest} tokens",
-                expected=f"at most {self._max_item_tokens}, beside rows that decode and within KV blocks of windows",
+                expected=f"at most {self._max_item_tokens}",
                 hint="a larger max_num_batched_tokens, more KV blocks, or a smaller max_num_seqs",
             )
 

@@ -425,7 +425,7 @@ class KvBlocks:
     def _without_parts(self, state: RequestState, start: int, num_tokens: int) -> int:
         """Return the tokens of a chunk that was cut to what there are blocks for, less an image's part."""
         items = state.request.items
-        if items is None or not self._limits.keeps_items_whole or num_tokens <= 0:
+        if items is None or not self._limits.whole_item_tokens or num_tokens <= 0:
             return num_tokens
         return items.end_between(start, start + num_tokens) - start
 

@@ -56,8 +56,8 @@ class SchedulerLimits:
     """Token ids are smaller than this."""
     max_item_tokens: int = 0
     """Rows of images' embeddings that the first stage may hold; 0 without an encoder."""
-    keeps_items_whole: bool = False
-    """Whether no chunk of a prompt may end within an image, whose tokens see all of it."""
+    whole_item_tokens: int = 0
+    """Of the largest image, if no chunk of a prompt may end within one, whose tokens see all of it; else 0."""
 
     def __post_init__(self) -> None:
         assert self.num_stages >= 1
@@ -106,8 +106,8 @@ class SchedulerLimits:
 
     @property
     def max_whole_item_tokens(self) -> int:
-        """The most tokens of an image that one step computes, whatever decodes beside it."""
-        most = self.max_num_batched_tokens - (self.max_step_rows - 1) * (1 + self.max_drafts)
+        """The most tokens of an image that one step computes, whatever decodes beside it; drafts leave room."""
+        most = self.max_num_batched_tokens - (self.max_step_rows - 1)
         for group in self.groups:
             if group.window is not None:
                 num_held = (group.num_blocks - 2) * self.block_size  # of a request that is alone

@@ -92,7 +92,7 @@ class PrefillChooser:
         """Return the tokens of a request's next chunk; 0: it should wait. Images that may not be cut come whole."""
         num_tokens = self._kv.to_snapshot(state, start, budget.chunk_tokens(start, num_rest))
         items = state.request.items
-        if not num_tokens or items is None or not self._limits.keeps_items_whole:
+        if not num_tokens or items is None or not self._limits.whole_item_tokens:
             return num_tokens
         end = items.end_between(start, start + num_tokens)
         return end - start if end > start else budget.whole(items.end_of_item(start) - start)

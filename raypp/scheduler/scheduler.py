@@ -69,7 +69,7 @@ class Scheduler:
         self.without_logits: list[Request] = []
         """Those that ended because their logits were not finite: an engine reports them, and takes them out."""
         self.items = ItemAdmission(
-            self._queue, limits.max_item_tokens, limits.max_whole_item_tokens if limits.keeps_items_whole else None
+            self._queue, limits.max_item_tokens, limits.max_whole_item_tokens if limits.whole_item_tokens else None
         )
         """Orders the embeddings of images; whoever carries the orders out tells it what came of them."""
         self._running = RunningRequests(limits, self._kv, self._in_flight, self.items)

@@ -301,7 +301,7 @@ class StepLayers:
                 carried = batch.received["deepstack"]
                 deepstack = received_deepstack(batch.items, carried, self._spec.num_deepstack_layers)
         batch.deepstack = deepstack
-        # Image tokens have rows to be added and positions along axes: such a step is eager.
+        # Rows to be added and positions along axes, as some models' image tokens have: such a step is eager.
         if batch.size.form is StepForm.PIECEWISE and deepstack is None and batch.rope_positions.ndim == 1:
             assert batch.size.bucket is not None
             return self.pieces.run(hidden, batch.rope_positions, batch.attention, batch.size.bucket)

@@ -105,6 +105,20 @@ def test_budgets_are_whole_images(checkpoints):
         choose_budgets(tower, replace(spec, token_budgets=(each, each + 1)), CPU)
 
 
+def test_images_find_room_in_a_step(checkpoints):
+    """With drafts at the usual sizes, too; a plan that would refuse every image is refused itself."""
+    path = checkpoints[2]
+    each = load_model_config(path).vision.tokens_per_max_image
+    plan = plan_engine(EngineConfig.from_flat(str(path), method="ngram", max_model_len=176), Hardware(1))
+    limits = plan.scheduler_limits()
+    assert limits.whole_item_tokens == each <= limits.max_whole_item_tokens
+    few = {"max_num_seqs": 64, "max_num_batched_tokens": 63 + each - 1, "max_model_len": 176}
+    with pytest.raises(ConfigError, match="too small for an image") as caught:
+        plan_engine(EngineConfig.from_flat(str(path), **few), Hardware(1))
+    assert f"at least {63 + each}" in str(caught.value)
+    plan_engine(EngineConfig.from_flat(str(path), num_encoders=0, **few), Hardware(1))
+
+
 def _prompts(path, seed, vocab_size):
     """Return prompts that mix text and images; each begins with a token of its own."""
     rng = random.Random(seed)

@@ -86,7 +86,7 @@ class ItemDrive(Drive):
                     self.met["read"] += 1
                     is_cut = start < first or last < end
                     # A prefix hit may have computed the beginning, when it was whole.
-                    assert end <= last or not self.limits.keeps_items_whole, "a plan cuts a picture"
+                    assert end <= last or not self.limits.whole_item_tokens, "a plan cuts a picture"
                     self.met["cut"] += is_cut
                     self.met["whole"] += not is_cut
 
@@ -137,14 +137,14 @@ class ItemDrive(Drive):
         assert self.scheduler.items.num_stored_tokens <= self.limits.max_item_tokens
 
 
-def with_room(limits: SchedulerLimits, max_item_tokens: int, **changes: bool) -> SchedulerLimits:
+def with_room(limits: SchedulerLimits, max_item_tokens: int, **changes: int) -> SchedulerLimits:
     return replace(limits, max_item_tokens=max_item_tokens, **changes)
 
 
 @settings(max_examples=sized(30, 60), deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(limits(), st.integers(2, 14), st.integers(0, 2**32), st.integers(1, 120), st.booleans())
 def test_plans_read_only_what_the_first_stage_has(limits, max_item_tokens, seed, num_actions, is_whole):
-    drive(with_room(limits, max_item_tokens, keeps_items_whole=is_whole), seed, num_actions, ItemDrive)
+    drive(with_room(limits, max_item_tokens, whole_item_tokens=3 * is_whole), seed, num_actions, ItemDrive)
 
 
 def test_the_random_drives_meet_what_they_are_for():
@@ -159,7 +159,7 @@ def test_the_random_drives_meet_what_they_are_for():
 def test_the_random_drives_of_whole_pictures_meet_what_they_are_for():
     met: Counter[str] = Counter()
     for seed in range(30):
-        limits = with_room(scarce_limits(seed, max_item_tokens=7), 7, keeps_items_whole=True)
+        limits = with_room(scarce_limits(seed, max_item_tokens=7), 7, whole_item_tokens=3)
         met.update(drive(limits, seed, 80, ItemDrive).met)
     for what in ("whole", "stored", "refused", "preempted with items", "handed over with items"):
         assert met[what] >= 5, f"{what} was met only {met[what]} times: {dict(met)}"

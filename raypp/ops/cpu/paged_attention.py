@@ -11,12 +11,13 @@ Why groups and why these calls: docs/design/0002-cpu-attention.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from raypp.ops.attention import AttentionBatch, Heads
+from raypp.ops.attention import AttentionBatch, Heads, Span
 from raypp.ops.kv_cache import FP8, LayerCache, as_cached, cache_rows, gather_blocks, with_latents, write_kv_cache
 from raypp.ops.row_attention import additive_mask, attend_piece, capped, piece_mask, row_pieces, softmax_with_sinks
 
@@ -293,7 +294,7 @@ def _head_blocks(cache: LayerCache, block_tables: torch.Tensor) -> torch.Tensor:
 def _prefill_pieces(cache: LayerCache, dtype: torch.dtype, batch: AttentionBatch, heads: Heads) -> list[PrefillPiece]:
     block_size, pieces = cache.keys.shape[2], list[PrefillPiece]()
     tables, start = batch.block_tables[heads.group], batch.num_decode_rows * batch.decode_query_len
-    spans = batch.prefill_spans or [()] * len(batch.prefill_query_lens)
+    spans: Sequence[Sequence[Span] | None] = batch.prefill_spans or [None] * len(batch.prefill_query_lens)
     lens = zip(batch.prefill_query_lens, batch.prefill_seq_lens, spans, strict=True)
     for row, (query_len, seq_len, of_row) in enumerate(lens, batch.num_decode_rows):
         num_before = seq_len - query_len

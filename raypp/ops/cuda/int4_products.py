@@ -293,6 +293,7 @@ def project_int4_of_experts(
     num_row_tiles, partial = arranged.tiles.shape[1], y
     if tuning.num_splits > 1:  # of few pairs
         weight, rows = product.weight, arranged.tile_rows * num_row_tiles * tuning.num_splits
+        assert num_row_tiles * triton.cdiv(product.num_outputs, TILE) <= workspace.counters.numel()
         partial = torch.empty(weight.padded_outputs * weight.num_parts * rows, dtype=torch.float32, device=x.device)
     tiles, counters = (arranged.tile_rows, num_row_tiles), workspace.counters
     _launch(x, product, None, y, *tiles, tuning, device, partial, counters, arranged, num_chosen)

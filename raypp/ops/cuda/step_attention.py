@@ -12,23 +12,23 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from operator import mul, sub
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from raypp.errors import install
-from raypp.ops.attention import AttentionBatch, Heads, Rotation
+from raypp.ops.attention import AttentionBatch, Heads, Rotation, Span
 from raypp.ops.break_point import break_point
 from raypp.ops.cuda.decode_attention import TritonDecode
 from raypp.ops.cuda.heads import append_heads, gate_heads_, gather_heads
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.kv_cache import FP8, LayerCache, movable
-from raypp.ops.row_attention import attend_piece, piece_mask, row_pieces
+from raypp.ops.row_attention import RowPiece, attend_piece, piece_mask, row_pieces
 
 MAX_FUSED_TOKENS = 16
 """Up to so many tokens of decode rows, the attention kernel makes the heads itself, once per split and KV head."""
@@ -233,16 +233,14 @@ class FlashInferPrefill:
         return wrapper
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class SdpaPiece:
-    """Tokens of a prefill row, [start, end) of the queries, the blocks with what they see, and what each sees."""
+class SdpaPiece(NamedTuple):
+    """Tokens of a prefill row, [start, end) of the queries, and the blocks with what they see."""
 
     start: int
     end: int
-    num_keys: int
+    piece: RowPiece
+    num_before: int  # tokens of the row before the step
     blocks: torch.Tensor  # [blocks] int64
-    mask: torch.Tensor | None  # see `raypp.ops.row_attention.piece_mask`
-    sees_ahead: bool
 
 
 class SdpaPrefill:
@@ -262,31 +260,31 @@ class SdpaPrefill:
     def plan(self, batch: AttentionBatch, ring_entry: int) -> object:
         heads, block_size, pieces, start = self._heads, self._block_size, list[SdpaPiece](), 0
         tables = batch.block_tables[heads.group][batch.num_decode_rows :]
-        spans = batch.prefill_spans or [()] * len(batch.prefill_query_lens)
+        spans: Sequence[Sequence[Span] | None] = batch.prefill_spans or [None] * len(batch.prefill_query_lens)
         for table, query_len, seq_len, of_row in zip(
             tables.unbind(0), batch.prefill_query_lens, batch.prefill_seq_lens, spans, strict=False
         ):
             for piece in row_pieces(query_len, seq_len, heads, block_size, of_row):
                 blocks = table[piece.first // block_size : -(-piece.last // block_size)].long()
-                mask = piece_mask(piece, seq_len - query_len, heads, self._dtype, table.device)
-                tokens, num_keys = (start + piece.begin, start + piece.end), piece.last - piece.first
-                pieces.append(SdpaPiece(*tokens, num_keys, blocks, mask, piece.sees_ahead))
+                tokens = start + piece.begin, start + piece.end
+                pieces.append(SdpaPiece(*tokens, piece, seq_len - query_len, blocks))
             start += query_len
         return pieces
 
     def run(self, plan: object, q: torch.Tensor, cache: LayerCache, heads: Heads, out: torch.Tensor) -> None:
         assert isinstance(plan, list)
         k_scale, v_scale = (heads.k_scale, heads.v_scale) if cache.keys.dtype == FP8 else (1.0, 1.0)
-        for piece in plan:
+        for start, end, piece, num_before, blocks in plan:
             keys, values = (
-                movable(side).index_select(0, piece.blocks).view(side.dtype).to(q.dtype).transpose(0, 1).flatten(1, 2)
+                movable(side).index_select(0, blocks).view(side.dtype).to(q.dtype).transpose(0, 1).flatten(1, 2)
                 for side in cache
             )
-            keys, values, queries = keys[:, : piece.num_keys], values[:, : piece.num_keys], q[piece.start : piece.end]
+            num_keys, scale = piece.last - piece.first, heads.scale * k_scale
+            mask = piece_mask(piece, num_before, self._heads, self._dtype, q.device)  # of all pieces they are large
             attended = attend_piece(
-                queries, keys, values, piece.mask, heads, heads.scale * k_scale, sees_ahead=piece.sees_ahead
+                q[start:end], keys[:, :num_keys], values[:, :num_keys], mask, heads, scale, sees_ahead=piece.sees_ahead
             )
-            out[piece.start : piece.end] = attended * v_scale
+            out[start:end] = attended * v_scale
 
 
 def prefix_sums(counts: list[int]) -> torch.Tensor:

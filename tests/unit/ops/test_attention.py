@@ -16,6 +16,7 @@ from raypp.ops.cpu import paged_attention as attention_module
 from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.cuda.step_attention import SdpaPrefill
 from raypp.ops.kv_cache import FP8, LayerCache, allocate_layer_cache, as_cached
+from raypp.ops.row_attention import row_pieces
 
 HEAD_DIM = 8
 
@@ -389,3 +390,13 @@ def test_kinds_have_plans_and_groups_have_blocks_of_their_own():
     check_naively(windowed)
     assert len(full.batch.plans) == 2
     assert full.plan is not windowed.plan
+
+
+@pytest.mark.parametrize("num_before", [0, 30_000])
+def test_pieces_of_windows_are_no_smaller_for_a_long_text_before(num_before):
+    """Of a row with an image, whose scores torch may compute all at once: at most 32 MiB of them."""
+    heads = Heads(32, 16, 128, window=1024)
+    pieces = list(row_pieces(2048, num_before + 2048, heads, 16, [(300, 556)]))
+    assert [piece.begin for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]]
+    assert all((piece.end - piece.begin) * 32 * 4 * 2048 <= 32 << 20 for piece in pieces)
+    assert len(pieces) < 24

@@ -281,3 +281,10 @@ def test_pictures_are_taken_out_of_messages_in_order() -> None:
 def test_parts_that_are_no_pictures(part: Any) -> None:
     with pytest.raises(RequestError):
         take_pictures([{"role": "user", "content": [part]}])
+
+
+def test_a_start_alone_stands_for_an_image() -> None:
+    """Gemma 3's; a prompt that has all marks keeps them."""
+    reader, marks = _reader(), PictureMarks("<s>", "</s>", "<i>", "", are_in_prompts=False)
+    assert reader.mark_pictures("a<s>b", [ReadPicture(())], marks) == "a\n\n<s><i></s>\n\nb"
+    assert reader.mark_pictures("a<s><i></s>b", [ReadPicture(())], marks) == "a<s><i></s>b"
