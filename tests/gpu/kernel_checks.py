@@ -18,7 +18,7 @@ import torch
 from scipy import stats
 
 from raypp.ops import vision
-from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
+from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Span
 from raypp.ops.backend import ExpertWeights, Gate, KernelSet, Router, Routing, choose_experts
 from raypp.ops.block_store import Planes, TorchBlockMover
 from raypp.ops.cpu.paged_attention import paged_attention
@@ -508,10 +508,19 @@ def prefill_batch(
 
 
 def check_mixed_step(
-    kernels: Kernels, chosen: KernelSet, prefill: Sequence[tuple[int, int]], heads: Heads, block_size: int = 16
+    kernels: Kernels,
+    chosen: KernelSet,
+    prefill: Sequence[tuple[int, int]],
+    heads: Heads,
+    block_size: int = 16,
+    spans: Sequence[Sequence[Span]] | None = None,
 ) -> None:
-    """The kernel set's attention as a whole, in the step's own size, and padded as a piecewise step is."""
+    """The kernel set's attention as a whole, in the step's own size, and padded as a piecewise step is.
+
+    `spans` are those of the rows of `prefill`, see `AttentionBatch.prefill_spans`.
+    """
     batch, cache = prefill_batch(kernels, prefill, heads, block_size)
+    batch.prefill_spans = spans
     num_tokens = len(batch.slot_mappings[0])
     qkv = kernels.normal(num_tokens, qkv_width(heads))
     positions = torch.randint(0, 4000, (num_tokens,), device=DEVICE)

@@ -471,6 +471,14 @@ def test_attention_of_mixed_steps_of_all_kinds(sizes, settings):
         checks.check_mixed_step(checks.Kernels(BF16), choose_kernels(CUDA, BF16), prefill, heads)
 
 
+@pytest.mark.parametrize("settings", [{}, {"window": 64}, {"window": 600}], ids=str)
+def test_attention_of_mixed_steps_with_images_that_are_seen_whole(settings):
+    heads = checks.made_heads(32, 16, 128, **settings)
+    spans = [[(20, 276)], [(0, 40), (40, 80)], []]
+    chosen = choose_kernels(CUDA, BF16)
+    checks.check_mixed_step(checks.Kernels(BF16), chosen, [(300, 1000), (90, 90), (50, 700)], heads, spans=spans)
+
+
 def _decode_chain(kernels, num_layers, num_rows, hidden=1024, intermediate=3072, kinds=({},)):
     """Return a function from the residual stream to that after some layers, and its inputs; kinds come in turn."""
     device_kernels = choose_kernels(CUDA, BF16)

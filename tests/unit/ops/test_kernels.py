@@ -261,6 +261,10 @@ def test_attention_of_mixed_steps_of_all_kinds(settings):
     chosen.attention(Heads(2, 2, 8))  # of another kind: plans are by kind
     for prefill in ([], [(7, 7), (3, 30)]):
         checks.check_mixed_step(kernels, chosen, prefill, checks.made_heads(4, 2, 16, **settings), 8)
+    spans = [[(0, 3), (3, 6)], [(2, 13)], []]
+    for each in (None, spans):
+        heads = checks.made_heads(4, 2, 16, **settings)
+        checks.check_mixed_step(kernels, chosen, [(7, 7), (14, 40), (5, 20)], heads, 8, spans=each)
 
 
 @pytest.mark.parametrize("scales", [None, (0.03, 2.0)])
