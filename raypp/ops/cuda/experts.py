@@ -94,14 +94,14 @@ def default_cut(num_tokens: int, shape: ExpertShape, device: Device, tile_rows: 
     return ExpertCut(
         tile_rows,
         *(
-            _split(cut, num_tiles, *size, device) if kind in FOUR_BITS else cut
+            _split(cut, num_tiles, *size, device) if kind == "fp4" else cut
             for kind, cut, size in zip(shape.kinds, cuts, sizes, strict=True)
         ),
     )
 
 
 def _split(cut: Tuning, num_tiles: int, num_outputs: int, num_inputs: int, device: Device) -> Tuning:
-    """Return the cut of a product of 4 bits, split along its inputs if processors have few programs."""
+    """Return the cut of a product of FP4, split along its inputs if processors have few programs."""
     num_programs = -(-num_outputs // TILE) * num_tiles
     num_splits = min(_SPLIT_PROGRAMS * device.num_processors // num_programs, num_inputs // _LEAST_SPLIT_INPUTS)
     return replace(cut, outputs=TILE, inputs=2 * TILE, num_splits=num_splits) if num_splits > 1 else cut
