@@ -50,7 +50,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """Notes the first signal; the second one ends the process. To be entered in the main thread."""
+    """Notes the first signal; the second one ends the process. To be entered in the main thread.
+
+    A thread of its own acts: Python's handlers run in the main thread, which does not run them while it waits in C, or
+    where a signal comes just before it begins to wait.
+    """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -58,18 +62,20 @@ class StopSignals:
         """Whether there is anything to take down; without, the process ends at once."""
         self.has_started = False
         """Whether something is served: its end may take the time that it takes, while what starts is not waited for."""
-        # Not an Event: a handler that ran while its own thread held the Event's lock would wait for itself.
         self._changes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._wants_reload = False
         self._had_terminal = _has_terminal()
         self._timer: threading.Timer | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._fd_before = -1
+        self._reading, self._written = socket.socketpair()
+        self._written.setblocking(False)
 
     def listen(self) -> None:
         """Take the signals, again if other code took them meanwhile."""
-        for number in _SIGNALS:
-            signal.signal(number, self._on_signal)
-        signal.signal(signal.SIGHUP, self._on_hangup)
+        for number in (*_SIGNALS, signal.SIGHUP):
+            signal.signal(number, _leave_to_the_thread)
+        signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
 
     def take_reload(self) -> bool:
         """Return whether the configuration is to be read again, since the last call."""
@@ -96,6 +102,8 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         self._before = {number: signal.getsignal(number) for number in (*_SIGNALS, signal.SIGHUP)}
+        self._fd_before = signal.set_wakeup_fd(-1)
+        threading.Thread(target=self._act, name="signals", daemon=True).start()
         self.listen()
         return self
 
@@ -104,10 +112,21 @@ class StopSignals:
     ) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        signal.set_wakeup_fd(self._fd_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        self._written.close()  # ends the thread
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _act(self) -> None:
+        with self._reading:
+            while numbers := self._reading.recv(64):
+                for number in numbers:
+                    if number == signal.SIGHUP:
+                        self._on_hangup()
+                    elif number in _SIGNALS:
+                        self._on_signal(number)
+
+    def _on_signal(self, number: int) -> None:
         if self.received is not None or not self.is_connected:
             _exit_now(number)
         self.received = signal.Signals(number)
@@ -117,12 +136,16 @@ class StopSignals:
             self._timer.start()
         self._changes.put(None)
 
-    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
+    def _on_hangup(self) -> None:
         if self._had_terminal and not _has_terminal():
-            self._on_signal(number, frame)
+            self._on_signal(signal.SIGHUP)
             return
         self._wants_reload = True
         self._changes.put(None)
+
+
+def _leave_to_the_thread(number: int, frame: FrameType | None) -> None:
+    """Do nothing: without a handler a signal would not be written to `signal.set_wakeup_fd`."""
 
 
 def _has_terminal() -> bool:
