@@ -55,7 +55,7 @@ class LatentMixer:
         output_bias = weights.tensor("o_proj.bias", hidden) if config.attention_output_bias else None
         output = weights.weight(("o_proj",), (hidden,), member.part(attention.output_size))
         self.output = kernels.add_linear(output, output_bias)
-        self._attention = kernels.latent_attention(_read_heads(config, attention, weights))
+        self.attention = kernels.latent_attention(_read_heads(config, attention, weights))
 
     def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         queries, latents = self.split(self._inputs(hidden))
@@ -66,16 +66,6 @@ class LatentMixer:
         queries, latents = joined.split((joined.shape[1] - self._latent_width, self._latent_width), 1)
         return queries, latents
 
-    def append(
-        self,
-        projected: tuple[torch.Tensor, torch.Tensor],
-        rope: Rotation,
-        cache: LayerCache,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """See `raypp.ops.backend.LatentAttention.append`."""
-        self._attention.append(projected, rope, cache, slot_mapping)
-
     def attend(
         self,
         projected: tuple[torch.Tensor, torch.Tensor],
@@ -85,7 +75,7 @@ class LatentMixer:
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         assert rope is not None
-        return self._attention(projected, rope, cache, batch, out)
+        return self.attention(projected, rope, cache, batch, out)
 
 
 class LatentDrafter:
@@ -103,7 +93,7 @@ class LatentDrafter:
 
     def append(self, joined: torch.Tensor, rope: Rotation, cache: LayerCache, slot_mapping: torch.Tensor) -> None:
         """See `raypp.ops.backend.LatentAttention.append`."""
-        self._mixer.append(self._mixer.split(joined), rope, cache, slot_mapping)
+        self._mixer.attention.append(self._mixer.split(joined), rope, cache, slot_mapping)
 
 
 def _read_heads(config: ModelConfig, attention: AttentionConfig, weights: WeightReader) -> LatentHeads:

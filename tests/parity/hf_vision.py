@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,30 @@ def picture_prompt(path: Path, parts: list[Any]) -> tuple[list[int], PromptItems
         return token_ids, None
     expanded, placed = place_pictures(token_ids, items, reader.config)
     return expanded.tolist(), placed
+
+
+class PromptMaker:
+    """Makes prompts that mix text and pictures; each begins with a token of its own."""
+
+    def __init__(self, seed: int, vocab_size: int, sizes: Sequence[tuple[int, int]]) -> None:
+        self._rng = random.Random(seed)
+        self._seed, self._vocab_size, self._sizes = seed, vocab_size, sizes
+
+    def text(self, low: int, high: int) -> list[int]:
+        """Return as many tokens."""
+        rng = self._rng
+        return [rng.randrange(FIRST_TEXT_TOKEN, self._vocab_size) for _ in range(rng.randint(low, high))]
+
+    def image(self, index: int) -> Image.Image:
+        """Return a picture of one of the sizes; the same number twice is the same one if the size is."""
+        return picture(100 * self._seed + index, *self._rng.choice(self._sizes))
+
+    def prompts(self, path: Path, layouts: Sequence[Sequence[Any]]) -> list[tuple[list[int], PromptItems | None]]:
+        """Return a prompt for each layout, of texts, pictures and lists of frames."""
+        return [
+            picture_prompt(path, [[FIRST_TEXT_TOKEN + index], *(part for part in layout if part)])
+            for index, layout in enumerate(layouts)
+        ]
 
 
 def pixel_values(path: Path, item: EncoderItem) -> torch.Tensor:

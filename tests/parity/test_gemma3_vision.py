@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from exactness import ExactComparison
 from hf_vision import (
-    FIRST_TEXT_TOKEN,
+    PromptMaker,
     hf_rows,
     hf_vision_choices,
     make_gemma3_checkpoint,
@@ -121,14 +120,8 @@ def test_images_find_room_in_a_step(checkpoints):
 
 def _prompts(path, seed, vocab_size):
     """Return prompts that mix text and images; each begins with a token of its own."""
-    rng = random.Random(seed)
-
-    def text(low, high):
-        return [rng.randrange(FIRST_TEXT_TOKEN, vocab_size) for _ in range(rng.randint(low, high))]
-
-    def image(index):
-        return picture(100 * seed + index, *rng.choice(SIZES))
-
+    maker = PromptMaker(seed, vocab_size, SIZES)
+    text, image = maker.text, maker.image
     layouts = [
         [image(0), text(1, 6)],
         [text(1, 8), image(1), text(0, 4), image(2), text(1, 4)],
@@ -136,10 +129,7 @@ def _prompts(path, seed, vocab_size):
         [text(22, 40), image(3), image(4), text(0, 2), image(3), text(1, 9)],
         [text(20, 40)],
     ]
-    return [
-        picture_prompt(path, [[FIRST_TEXT_TOKEN + index], *(part for part in layout if part)])
-        for index, layout in enumerate(layouts)
-    ]
+    return maker.prompts(path, layouts)
 
 
 def test_tokens_equal_transformers(checkpoints):

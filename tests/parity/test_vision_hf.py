@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from itertools import pairwise
 
@@ -13,6 +12,7 @@ from hf_vision import (
     FIRST_TEXT_TOKEN,
     IMAGE,
     VIDEO,
+    PromptMaker,
     hf_rows,
     hf_vision_choices,
     load_vision_reference,
@@ -107,14 +107,8 @@ def test_positions_equal_transformers(checkpoints):
 
 def _prompts(path, seed, vocab_size):
     """Return prompts that mix text and pictures; each begins with a token of its own."""
-    rng = random.Random(seed)
-
-    def text(low, high):
-        return [rng.randrange(FIRST_TEXT_TOKEN, vocab_size) for _ in range(rng.randint(low, high))]
-
-    def image(index):
-        return picture(100 * seed + index, *rng.choice(SIZES))
-
+    maker = PromptMaker(seed, vocab_size, SIZES)
+    text, image = maker.text, maker.image
     layouts = [
         [image(0), text(1, 6)],
         [text(1, 8), image(1), text(0, 4), image(2), text(1, 4)],
@@ -123,10 +117,7 @@ def _prompts(path, seed, vocab_size):
         [text(1, 5), [picture(7, 40, 30) for _ in range(1 + seed % 4)], text(1, 5)],
         [text(20, 40)],
     ]
-    return [
-        picture_prompt(path, [[FIRST_TEXT_TOKEN + index], *(part for part in layout if part)])
-        for index, layout in enumerate(layouts)
-    ]
+    return maker.prompts(path, layouts)
 
 
 def _partition(num_layers, num_stages, taps):

@@ -232,13 +232,13 @@ class ExpertProducts:
         cut: ExpertCut,
     ) -> torch.Tensor:
         """Return residual + each token's experts of norm(x). Shapes: x, residual [T, H]; the latter is overwritten."""
-        where, num_chosen, (kind, next_kind) = (self._device, self._workspace), routed.experts.shape[1], self._kinds
-        device = self._device
+        device, num_chosen, (kind, next_kind) = self._device, routed.experts.shape[1], self._kinds
         gate_up, down, (bias, down_bias) = self._gate_up, self._down, self._biases
         if not cut.tile_rows and isinstance(gate_up, Weight) and isinstance(down, Weight):
             y = gate_up_few(x, *norm, gate_up, bias, self._gate, routed, cut.gate_up, device)
             return down_few(y, residual, down, down_bias, routed, cut.down, device)
         arranged = arrange(x, *norm, routed, self._shape.num_experts, cut.tile_rows or _LEAST_TILE_ROWS, kind, device)
+        where = device, self._workspace
         between = gate_up_tiles(gate_up, bias, self._gate, arranged, num_chosen, next_kind, x, cut.gate_up, *where)
         y = down_tiles(between, down, down_bias, arranged, num_chosen, x, cut.down, *where)
         return sum_of_experts(y, routed, residual, device)
@@ -304,7 +304,7 @@ class CudaChosenExperts:
 
 
 def _layout(kind: WeightKind) -> WeightKind:
-    """Return the kind whose kernels multiply a kind, and whose cuts it has."""
+    """Return the kind whose kernels multiply a kind."""
     return "int4" if kind == "fp4" else kind
 
 
