@@ -92,11 +92,15 @@ def draft_head(
             families = ", ".join(
                 name for name, family in FAMILIES.items() if family.mtp_prefix is not None or family.has_mtp_layer
             )
-            looked_for = f"tensors {model.mtp_prefix}{mtp_names(model).fc}.* in {model_path}: {CHECKPOINT_FILES}"
+            expected = f"tensors {model.mtp_prefix}{mtp_names(model).fc}.* in {model_path}: {CHECKPOINT_FILES}"
+            if model.mtp_prefix is None and model.has_mtp_layer:
+                expected = "num_nextn_predict_layers of 1 or more in config.json, and that layer in the checkpoint"
+            elif model.mtp_prefix is None:
+                expected = f"a model with an MTP head, of {families}"
             raise ConfigError(
                 "the model has no head of its own that drafts",
                 got=f"speculative.method {given.method}, {model.architecture}",
-                expected=f"a model with an MTP head, of {families}" if model.mtp_prefix is None else looked_for,
+                expected=expected,
                 hint='speculative.method = "ngram", or speculative.model names a head',
             )
         return replace(own, has_8_bit_weights=_has_8_bit_weights(config, hardware, device, dtype)), model_path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections import Counter
@@ -102,7 +103,15 @@ def test_a_head_that_was_not_quantized_may_be_in_a_file_of_its_own(tmp_path, fam
 
 def test_a_checkpoint_without_a_head_is_refused(tmp_path) -> None:
     path = make_checkpoint("qwen3_5", 0, tmp_path / "states", min_layers=4)
-    looked_for = {str(path): rf"tensors mtp\.fc\.\* in {path}: model\.safetensors, .*\*mtp\*", "tiny": "of Qwen3Next"}
+    layer = make_checkpoint("glm4_moe", 0, tmp_path / "layer")
+    (layer / "config.json").write_text(
+        json.dumps(json.loads((layer / "config.json").read_text()) | {"num_nextn_predict_layers": 0})
+    )
+    looked_for = {
+        str(layer): "num_nextn_predict_layers of 1 or more",
+        str(path): rf"tensors mtp\.fc\.\* in {path}: model\.safetensors, .*\*mtp\*",
+        "tiny": "of Qwen3Next",
+    }
     for model, expected in looked_for.items():
         with pytest.raises(ConfigError, match="no head of its own") as caught:
             plan_engine(EngineConfig.from_flat(model, speculative={"method": "mtp"}), Hardware(1))
