@@ -36,6 +36,7 @@ _LEAST_OF_A_SPLIT = 128  # tokens
 _PRICE_OF_A_SPLIT = 1 / 4096  # of the time that one program takes for a whole row
 _ROUNDS = 2  # of programs, at most, that leave parts
 _HEADS_PER_PROGRAM = 8
+_BYTES_OF_MOST_QUERIES = 128 << 10  # of shared memory: those, and 32 latents
 _BYTES_OF_LARGE_TILES = 224 << 10  # of shared memory: two of 64 latents and as many queries, each of 576 in 16 bits
 _PARTS_AT_ONCE = 4
 
@@ -68,8 +69,9 @@ def tune_latents(
     Latents of 8 bits are widened in registers, which four warps have too few of.
     """
     num_processors = device.num_processors
-    num_shares = -(-num_heads * query_len // _MOST_QUERIES)
-    while -(-num_heads // num_shares) * query_len > _MOST_QUERIES:
+    most_queries = _most_queries(device)
+    num_shares = -(-num_heads * query_len // most_queries)
+    while -(-num_heads // num_shares) * query_len > most_queries:
         num_shares += 1
     num_pairs = max(1, num_rows * num_shares)
     most = max(1, min(_MOST_SPLITS, _ROUNDS * num_processors // num_pairs))
@@ -81,6 +83,10 @@ def tune_latents(
     is_small = -(-num_heads // num_shares) * query_len <= _QUERIES_OF_FEW_WARPS
     tile_tokens = 64 if device.shared_bytes >= _BYTES_OF_LARGE_TILES else 32
     return LatentTuning(num_splits, num_shares, tile_tokens, num_warps=4 if is_small and not is_fp8 else 8)
+
+
+def _most_queries(device: Device) -> int:
+    return _MOST_QUERIES if device.shared_bytes >= _BYTES_OF_MOST_QUERIES else _MOST_QUERIES // 2
 
 
 class TritonLatents:
@@ -97,11 +103,11 @@ class TritonLatents:
     """
 
     def __init__(self, latents: LatentHeads, max_query_len: int, device: Device, workspace: Workspace) -> None:
-        if max_query_len > _MOST_QUERIES:
+        if max_query_len > _most_queries(device):
             raise ConfigError(
                 "attention over latents has no kernel for so many drafts",
                 got=f"{max_query_len - 1} drafts",
-                expected=f"at most {_MOST_QUERIES - 1}",
+                expected=f"at most {_most_queries(device) - 1}",
                 hint="a smaller speculative.num_speculative_tokens or draft_ladder",
             )
         self._num_heads, self._rank, self._rotary_dim = latents.heads.num_heads, latents.rank, latents.rotary_dim
