@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -110,6 +110,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 self.assigned_work[node].setdefault(file, {})[name] = False
             super().remove_node(node)
             return left[0][1] if left else None
+
+        def _assign_work_unit(self, node: Any) -> None:
+            with suppress(OSError):  # it has ended: `remove_node` follows, and gives this work to others
+                super()._assign_work_unit(node)
 
         def _reschedule(self, node: Any) -> None:
             if node not in self.registered_collections:

@@ -91,6 +91,27 @@ def test_the_run_goes_on_and_names_what_failed(tmp_path: Path, num_more_files: i
         assert re.search(rf"^FAILED {name} - {why}", said, re.MULTILINE), said
 
 
+def test_a_worker_that_has_ended_loses_its_work_to_others(tmp_path: Path) -> None:
+    """Its end is not known yet when a test of it is reported as done and new work is sent: here it ends before that."""
+    (tmp_path / "conftest.py").write_text(
+        "from xdist.workermanage import WorkerController\n"
+        "send = WorkerController.send_runtest_some\n"
+        "def send_to_one_that_ended(self, indices):\n"
+        "    self.num_sent = getattr(self, 'num_sent', 0) + 1\n"
+        "    if self.num_sent == 2 and self.gateway.id == 'gw0':\n"
+        "        self.gateway._io.kill()\n"
+        "        self.gateway._io.wait()\n"
+        "        raise OSError('cannot send (already closed?)')\n"
+        "    send(self, indices)\n"
+        "WorkerController.send_runtest_some = send_to_one_that_ended\n"
+    )
+    for index in range(6):
+        (tmp_path / f"test_z{index}.py").write_text("def test_more(): pass\n")
+    said = run(tmp_path, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+    assert "1 failed, 5 passed" in said, said
+    assert re.search(r"worker 'gw0' crashed", said), said
+
+
 def test_processor_time_is_that_of_its_own_process(tmp_path: Path) -> None:
     text = "import threading\ndef test_works():\n    while True: pass\ndef test_after(): pass\n"
     (tmp_path / "test_one.py").write_text(text)
