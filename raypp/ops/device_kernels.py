@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
+from raypp.errors import ConfigError
 from raypp.ops.backend import KernelSet
 from raypp.ops.block_store import BlockMover, BlockStore, RowStore, TorchBlockMover, TorchBlockStore
 from raypp.ops.cpu.torch_kernels import TorchKernels
@@ -54,6 +55,7 @@ def choose_kernels(
     num_ring_entries: int = 1,
     kv_dtype: torch.dtype | None = None,
     for_compiler: bool = False,
+    is_invariant: bool = False,
 ) -> KernelSet:
     """Return the fastest kernels that this device and installation have, and log what is missing for faster ones.
 
@@ -65,6 +67,10 @@ def choose_kernels(
         num_ring_entries: Steps whose attention may be planned at a time.
         kv_dtype: Of the KV cache; None: as `dtype`.
         for_compiler: Whether torch.compile is to be given projections: weights stay in the form that it knows.
+        is_invariant: Whether the bits of a row must not depend on the rows beside it; only kernels of a GPU know this.
+
+    Raises:
+        ConfigError: `is_invariant`, and plain torch would compute.
     """
     if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
         _LOG.warning("%s on a GPU is computed by plain torch, without CUDA graphs: the kernels are for 16 bits", dtype)
@@ -72,7 +78,14 @@ def choose_kernels(
         from raypp.ops.cuda.cuda_kernels import CudaKernels
 
         sizes = {"block_size": block_size, "max_query_len": max_query_len, "num_ring_entries": num_ring_entries}
-        return CudaKernels(device, dtype, kv_dtype=kv_dtype, **sizes)
+        return CudaKernels(device, dtype, kv_dtype=kv_dtype, is_invariant=is_invariant, **sizes)
+    if is_invariant:
+        raise ConfigError(
+            "batch_invariant needs raypp's kernels: plain torch cuts sums by the number of rows",
+            got=f"{dtype} on {device.type}",
+            expected="bfloat16 or float16 on a GPU, with Triton installed",
+            hint="batch_invariant=false",
+        )
     return TorchKernels(dtype, packs_weights=not for_compiler)
 
 

@@ -32,6 +32,7 @@ from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.experts import ExpertCut, ExpertShape, choose_cut
 from raypp.ops.cuda.gated_delta import CudaGatedDelta, ScanPlan, plan_scan
 from raypp.ops.cuda.heads import append_heads, gate_heads_, gather_heads, rotate_qk_, rotation_table
+from raypp.ops.cuda.invariant_attention import InvariantAttention
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.product_tuning import MAX_ROWS, MAX_ROWS_IN_8_BITS, input_type_in_8_bits
@@ -64,9 +65,9 @@ TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 2e-5}
 class Kernels:
     """What the kernels need around them, and random tensors."""
 
-    def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
+    def __init__(self, dtype: torch.dtype, seed: int = 0, *, is_invariant: bool = False) -> None:
         self.dtype = dtype
-        self.device = Device.of(DEVICE)
+        self.device = Device.of(DEVICE, is_invariant=is_invariant)
         self.workspace = Workspace(DEVICE)
         self.rng = random.Random(seed)
         self.generator = torch.Generator(DEVICE).manual_seed(seed)
@@ -548,6 +549,38 @@ def check_mixed_step(
     assert attention(padded_qkv, rope, padded_cache, batch, out) is out
     kernels.assert_close(out[:num_tokens], expected, 2)
     assert (out[num_tokens:] == 7.0).all()
+
+
+def check_invariant_attention(
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    lengths: Sequence[int],
+    query_len: int,
+    scales: Scales | None = None,
+    **settings: Any,
+) -> None:
+    """Tokens have the same bits as decode rows, alone or not, as drafts, and in a prompt that is cut anywhere."""
+    kernels = Kernels(dtype, is_invariant=True)
+    layer_heads, block_size = made_heads(*heads, None, scales, **settings), 16
+    attention = InvariantAttention(layer_heads, kernels.device, kernels.workspace)
+    q, cache, lens, tables = decode_step(kernels, list(lengths), query_len, layer_heads, block_size)
+    cache = cache if scales is None else of_sides(to_fp8, cache)
+    expected = reference.decode_attention(q, as_read(cache, scales), lens, tables, query_len, layer_heads)
+    together = torch.full_like(expected, torch.nan)
+    attention(q, cache, lens, tables, query_len, layer_heads, together)
+    kernels.assert_close(together, expected, layer_heads.v_scale)
+    for row, length in enumerate(lengths):  # alone, by one program and by several
+        of_row = slice(row * query_len, (row + 1) * query_len)
+        alone = torch.full_like(expected[of_row], torch.nan)
+        attention(q[of_row], cache, lens[row : row + 1], tables[row : row + 1], query_len, layer_heads, alone)
+        assert torch.equal(alone, together[of_row])
+        for count in sorted({1, query_len - 1, query_len} - {0}):  # the last tokens, as a prompt's
+            batch = AttentionBatch(0, 1, lens[row : row + 1], [tables[row : row + 1]], [], [count], [length])
+            tokens = slice((row + 1) * query_len - count, (row + 1) * query_len)
+            prompt = torch.full_like(expected[tokens], torch.nan)
+            attention.run(attention.plan(batch, 0), q[tokens], cache, layer_heads, prompt)
+            assert torch.equal(prompt, together[tokens])
+    assert not kernels.workspace.counters.any()
 
 
 def check_rotation(num_tokens: int, head_dim: int, scale: float) -> None:

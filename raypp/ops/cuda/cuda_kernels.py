@@ -30,7 +30,7 @@ from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.latent_attention import CudaLatentAttention, LatentLayerAttention
 from raypp.ops.cuda.member_sums import PushedSums
 from raypp.ops.cuda.product_tuning import MAX_ROWS, OwnProduct, input_type_in_8_bits, own_product
-from raypp.ops.cuda.projection import Product, fold_norm, partial_floats, project, rounded_to_8_bits
+from raypp.ops.cuda.projection import MOST_SPLIT_ROWS, Product, fold_norm, partial_floats, project, rounded_to_8_bits
 from raypp.ops.cuda.quantized_projection import (
     Fp8Projection,
     Int4Projection,
@@ -60,6 +60,7 @@ class CudaKernels:
         max_query_len: The most query tokens of a decode row, 1 + K.
         num_ring_entries: Steps whose attention may be planned at a time.
         kv_dtype: Of the KV cache; None: as `dtype`.
+        is_invariant: Whether the bits of a row must not depend on the rows beside it.
     """
 
     can_be_recorded = True
@@ -73,8 +74,9 @@ class CudaKernels:
         max_query_len: int,
         num_ring_entries: int,
         kv_dtype: torch.dtype | None = None,
+        is_invariant: bool = False,
     ) -> None:
-        self._device = Device.of(device)
+        self._device = Device.of(device, is_invariant=is_invariant)
         self._dtype = dtype
         self._workspace = Workspace(device)
         self._kv_dtype = kv_dtype or dtype
@@ -89,9 +91,10 @@ class CudaKernels:
         self._has_8_bits = False
 
     def in_8_bits(self) -> CudaKernels:
-        """Return a set whose own kernels read weights of 8 bits."""
+        """Return a set whose own kernels read weights of 8 bits. What drafts are changes no text."""
         kernels = copy(self)
         kernels._has_8_bits = True
+        kernels._device = replace(self._device, is_invariant=False)
         return kernels
 
     @property
@@ -343,7 +346,7 @@ class CudaProjection:
         self._is_in_8_bits = in_8_bits is not None
         self._is_float32 = is_float32
         self._own: dict[int, OwnProduct] = {}
-        for num_rows in range(1, MAX_ROWS + 1):
+        for num_rows in (*range(1, MAX_ROWS + 1), MOST_SPLIT_ROWS) if device.is_invariant else range(1, MAX_ROWS + 1):
             own = own_product(num_rows, in_8_bits or product, device)
             if own is not None:
                 self._own[num_rows] = own
@@ -352,7 +355,14 @@ class CudaProjection:
     @property
     def most_own_rows(self) -> int:
         """The most rows for which an own kernel is chosen; 0 if the library takes all."""
-        return max(self._own, default=0)
+        return ALL_ROWS if self._device.is_invariant else max(self._own, default=0)
+
+    def _own_product(self, num_rows: int) -> OwnProduct | None:
+        if num_rows not in self._own and self._device.is_invariant:
+            own = own_product(num_rows, self._product, self._device)
+            assert own is not None
+            self._own[num_rows] = own
+        return self._own.get(num_rows)
 
     def input_type(self, num_rows: int, *, is_normed: bool) -> torch.dtype:
         """Return the type that the inputs of so many rows should have."""
@@ -366,7 +376,7 @@ class CudaProjection:
         """
         if torch.compiler.is_compiling():
             return self._plain(x)
-        product, own, num_rows = self._product, self._own.get(len(x)), len(x)
+        product, own, num_rows = self._product, self._own_product(len(x)), len(x)
         if product.norm_eps is not None and (own is None or own.product.norm_eps is None):
             x = rms_norm(x, None, product.norm_eps, self._device, self.input_type(num_rows, is_normed=True))
         if own is not None:
@@ -382,7 +392,7 @@ class CudaProjection:
         product = self._product
         if torch.compiler.is_compiling():
             return residual + F.linear(x, product.weight.data, product.bias)
-        own = self._own.get(len(x))
+        own = self._own_product(len(x))
         if own is not None:
             return self._project(own, x, residual, residual.dtype)
         # The library adds in the product's own kernel.

@@ -386,7 +386,7 @@ def _soften(scores, is_visible, scale_log2, cap_log2, highest, total, HAS_CAP: t
 
 
 @triton.jit
-def _attend(queries, keys, values, is_visible, scale_log2, cap_log2, highest, total, weighted, HAS_CAP: tl.constexpr):
+def attend(queries, keys, values, is_visible, scale_log2, cap_log2, highest, total, weighted, HAS_CAP: tl.constexpr):
     """Take keys and values into a running softmax: its highest score, its sum, its weighted values."""
     scores = tl.dot(queries, tl.trans(keys))
     highest, total, weights, shrink = _soften(scores, is_visible, scale_log2, cap_log2, highest, total, HAS_CAP)
@@ -409,7 +409,7 @@ def _attend_words(
     HAS_CAP: tl.constexpr,
     HALVES_ASM: tl.constexpr,
 ):
-    """Do what `_attend` does with keys and values in words; `even` and `odd` are columns of the weighted values."""
+    """Do what `attend` does with keys and values in words; `even` and `odd` are columns of the weighted values."""
     even_keys, odd_keys = _halves(keys, even_queries.dtype, HALVES_ASM)
     scores = tl.dot(odd_queries, tl.trans(odd_keys), tl.dot(even_queries, tl.trans(even_keys)))
     highest, total, weights, shrink = _soften(scores, is_visible, scale_log2, cap_log2, highest, total, HAS_CAP)
@@ -592,7 +592,7 @@ def _decode_attention(
                     HALVES_ASM,
                 )
             else:
-                highest, total, weighted = _attend(
+                highest, total, weighted = attend(
                     queries, keys, values, is_visible, scale_log2, cap_log2, highest, total, weighted, HAS_CAP
                 )
         if IS_PROJECTION:  # noqa: SIM102  (a constant, and a value that the device has)
@@ -639,7 +639,7 @@ def _decode_attention(
                         HALVES_ASM,
                     )
                 else:
-                    highest, total, weighted = _attend(
+                    highest, total, weighted = attend(
                         queries, new_keys, new_values, sees, scale_log2, cap_log2, highest, total, weighted, HAS_CAP
                     )
         if IS_FP8:

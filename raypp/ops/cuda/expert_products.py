@@ -278,7 +278,7 @@ def _launch_tiles(
         NEXT_KIND=next_kind,
         CHOSEN=num_chosen,
         HAS_GATE=gate is not None,
-        IS_EARLY=gate is None and arranged.tile_rows <= 32 and weight.kind == "plain",
+        IS_EARLY=gate is None and arranged.tile_rows <= 32 and weight.kind == "plain" and not device.is_invariant,
         ROWS=arranged.tile_rows,
         OUTPUTS=outputs,
         INPUTS=inputs,

@@ -73,8 +73,18 @@ class ExpertCut:
 
 
 def choose_cut(num_tokens: int, shape: ExpertShape, device: Device) -> ExpertCut:
-    """Return how the experts of so many tokens are computed: by the table if it has the shape."""
+    """Return how the experts of so many tokens are computed: by the table if it has the shape.
+
+    Where a token's bits must not depend on others, always by tensor cores, and along the inputs in one order.
+    """
+    if device.is_invariant:
+        cut = default_cut(max(num_tokens, 1 + MOST_FEW_PAIRS), shape, device)
+        return replace(cut, gate_up=_unsplit(cut.gate_up), down=_unsplit(cut.down))
     return _tabulated(num_tokens, shape, device) or default_cut(num_tokens, shape, device)
+
+
+def _unsplit(tuning: Tuning) -> Tuning:
+    return replace(tuning, num_splits=1)
 
 
 def default_cut(num_tokens: int, shape: ExpertShape, device: Device, tile_rows: int | None = None) -> ExpertCut:

@@ -30,6 +30,7 @@ class Device:
         has_fp8: Whether it converts and multiplies float8_e4m3fn.
         is_interpreter: Whether Triton's interpreter runs kernels, which knows no assembly.
         name: The GPU's.
+        is_invariant: Whether the bits of a row must not depend on the rows beside it: sums are cut by sizes alone.
     """
 
     torch_device: torch.device
@@ -39,12 +40,19 @@ class Device:
     has_fp8: bool = True
     is_interpreter: bool = False
     name: str = ""
+    is_invariant: bool = False
 
     @classmethod
-    def of(cls, device: torch.device) -> Device:
+    def of(cls, device: torch.device, *, is_invariant: bool = False) -> Device:
         """Return a CUDA device's description, or that of Triton's interpreter on a CPU."""
         if device.type != "cuda":
-            return cls(device, num_processors=4, has_dependent_launch=False, is_interpreter=True)
+            return cls(
+                device,
+                num_processors=4,
+                has_dependent_launch=False,
+                is_interpreter=True,
+                is_invariant=is_invariant,
+            )
         properties = torch.cuda.get_device_properties(device)
         most = getattr(properties, "shared_memory_per_block_optin", cls.shared_bytes)  # torch's stub does not have it
         return cls(
@@ -54,12 +62,15 @@ class Device:
             shared_bytes=most,
             has_fp8=(properties.major, properties.minor) >= (8, 9),
             name=properties.name,
+            is_invariant=is_invariant,
         )
 
     @property
     def launch_options(self) -> dict[str, bool]:
         """Keyword arguments of every launch."""
-        return {"launch_pdl": True} if self.has_dependent_launch else {}
+        options = {"launch_pdl": True} if self.has_dependent_launch else {}
+        # Whether a product and a sum are rounded once or twice must not differ between compiled forms of a kernel.
+        return options | {"enable_fp_fusion": False} if self.is_invariant else options
 
 
 class Workspace:

@@ -34,6 +34,9 @@ _PIECE = 8192  # elements of the weight with a sum of each, in a program of one 
 _PIECE_BYTES = 16 << 10  # of the weight that such a program loads at once
 _WHOLE_ROW_BYTES = 8 << 10  # the longest row of the weight that it loads as a whole
 _MAX_SPLITS = 4
+_USUAL_PROCESSORS = 128
+"""For which products are split whose splits depend on their sizes alone."""
+_MOST_ROWS_OF_NARROW_STRIPS = 128
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,26 @@ def input_type_in_8_bits(num_rows: int, *, is_normed: bool = False) -> torch.dty
 
 def own_product(num_rows: int, product: Product, device: Device) -> OwnProduct | None:
     """Return how own kernels compute a product with so many rows; None where the library is faster."""
+    if device.is_invariant:
+        return OwnProduct(replace(product, norm_eps=None), tune_invariant(num_rows, product, device))
     tuning = choose_projection(num_rows, product, device)
     return None if tuning is None else OwnProduct.of(product, num_rows, tuning)
+
+
+def tune_invariant(num_rows: int, product: Product, device: Device) -> Tuning:
+    """Return a cut that gives a row the same bits among any others: by tensor cores, along K by its sizes alone.
+
+    Of 128 inputs at a time the first come last, so their number is part of the order, too. How many outputs and rows
+    a program has changes no sum.
+    """
+    inputs = min(128, product.weight.block[1]) if product.has_blocks else 128
+    num_splits = min(
+        _MAX_SPLITS, _USUAL_PROCESSORS // triton.cdiv(product.num_outputs, 64), product.num_inputs // (2 * inputs)
+    )
+    tuning = Tuning(64, inputs, 1 if product.is_gated else max(1, num_splits), num_stages=4)
+    if num_rows > _MOST_ROWS_OF_NARROW_STRIPS:
+        tuning = replace(tuning, outputs=64 if product.is_gated else 128, num_warps=8, num_stages=3)
+    return _fitting(tuning, num_rows, product, device)
 
 
 def choose_projection(num_rows: int, product: Product, device: Device) -> Tuning | None:
@@ -149,12 +170,12 @@ def _tune_rows(num_rows: int, product: Product, device: Device) -> Tuning:
     return Tuning(outputs=64, inputs=inputs, num_splits=max(1, num_splits), num_stages=num_stages)
 
 
-def most_exact_rows_of_fp8(product: Product) -> int:
+def most_exact_rows_of_fp8(product: Product, device: Device) -> int:
     """Return up to how many rows x stays in 16 bits before a product with a weight in 8 bits.
 
     Of blocks none does: element by element, their scales cost more than the weight.
     """
-    return 0 if product.has_blocks else 1
+    return 0 if product.has_blocks or device.is_invariant else 1
 
 
 def most_own_rows_of_fp8(product: Product, device: Device) -> int:
@@ -168,7 +189,9 @@ def most_own_rows_of_fp8(product: Product, device: Device) -> int:
 
 def tune_fp8(num_rows: int, product: Product, device: Device) -> Tuning:
     """Return the cut of a product of 8 bits whose x, but for exact rows, has scales of its own."""
-    if num_rows <= most_exact_rows_of_fp8(product):
+    if device.is_invariant:
+        return tune_invariant(num_rows, product, device)
+    if num_rows <= most_exact_rows_of_fp8(product, device):
         return _tune_fp8_row(product, device)
     inputs = min(128, product.weight.block[1]) if product.has_blocks else 128
     tile = min(128, int(triton.next_power_of_2(num_rows)))
@@ -207,11 +230,19 @@ def tune_int4(num_rows: int, product: Int4Product, device: Device) -> Int4Tuning
     With few rows, products with as many inputs as outputs or more take two pieces a round: fewer wait for scales.
     """
     most_rows = 64 if product.is_gated else 128
+    if device.is_invariant:  # as `tune_invariant`
+        strips = triton.cdiv(product.num_outputs, 64)
+        num_splits = max(1, min(_MAX_SPLITS, _USUAL_PROCESSORS // strips, product.weight.num_inputs // 512))
+        return _with_fitting_stages(Int4Tuning(num_splits=num_splits, most_rows=most_rows), num_rows, product, device)
     num_programs = triton.cdiv(product.num_outputs, 64) * triton.cdiv(num_rows, most_rows)
     num_splits = (3 if num_rows <= 32 else 2) * device.num_processors // num_programs
     num_splits = max(1, min(_MAX_SPLITS, num_splits, product.weight.num_inputs // 512))
     tuning = Int4Tuning(num_splits=num_splits, most_rows=most_rows)
     if num_rows <= _FEW_ROWS_OF_INT4 and product.num_outputs <= product.weight.num_inputs:
         tuning = replace(tuning, pieces=2, num_stages=3)
+    return _with_fitting_stages(tuning, num_rows, product, device)
+
+
+def _with_fitting_stages(tuning: Int4Tuning, num_rows: int, product: Int4Product, device: Device) -> Int4Tuning:
     most_stages = device.shared_bytes // int4_shared_bytes(num_rows, product, replace(tuning, num_stages=1))
     return replace(tuning, num_stages=max(1, min(tuning.num_stages, most_stages)))

@@ -33,6 +33,9 @@ from raypp.ops.weight import Weight, quantize_rows
 FEW_ROWS = 2
 """Up to so many rows are multiplied element by element, and may be normalized in the same launch."""
 
+MOST_SPLIT_ROWS = 512
+"""More rows go through a split product in turns, where its splits must not depend on them."""
+
 
 @dataclass(frozen=True, eq=False)
 class Product:
@@ -154,7 +157,14 @@ def project(
     }
     num_programs = triton.cdiv(num_outputs, tuning.outputs)
     block_rows, block_columns = product.weight.block
-    if num_rows <= FEW_ROWS and x_scale is None:
+    if device.is_invariant and tuning.num_splits > 1 and num_rows > MOST_SPLIT_ROWS:
+        for begin in range(0, num_rows, MOST_SPLIT_ROWS):
+            rows = slice(begin, begin + MOST_SPLIT_ROWS)
+            scale_of_rows = None if x_scale is None else x_scale[:, rows]
+            before = None if residual is None else residual[rows]
+            project(x[rows], product, before, tuning, device, workspace, y.dtype, y[rows], scale_of_rows)
+        return y
+    if num_rows <= FEW_ROWS and x_scale is None and not device.is_invariant:
         assert not product.has_blocks, "tensor cores multiply blocks"
         project_few[(num_programs,)](
             x,

@@ -29,7 +29,7 @@ from raypp.ops.cuda.int4_products import (
 )
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import most_exact_rows_of_fp8, most_own_rows_of_fp8, tune_fp8, tune_int4
-from raypp.ops.cuda.projection import Product, Tuning, partial_floats, project
+from raypp.ops.cuda.projection import MOST_SPLIT_ROWS, Product, Tuning, partial_floats, project
 from raypp.ops.cuda.token_quantization import QuantizedTokens, TokenNorm, quantize_tokens
 from raypp.ops.weight import Weight, by_output
 
@@ -197,20 +197,21 @@ class Fp8Projection(QuantizedProjection):
         self._few = self._product
         if self._norm is not None:
             self._few = Product(weight, self._bias, self._norm.eps, self._is_gated, self._norm.weight)
-        self._library = library_product(weight, self._device.torch_device)
+        self._library = None if self._device.is_invariant else library_product(weight, self._device.torch_device)
         self._library_scale: torch.Tensor | None = None
         if self._library is not None:
             assert weight.scale is not None
             self._library_scale = prepared_scale(self._library, weight.scale)
         self._tunings: dict[int, Tuning] = {}
-        for num_rows in range(1, most_own_rows_of_fp8(self._product, self._device) + 1):
+        own_rows = range(1, most_own_rows_of_fp8(self._product, self._device) + 1)
+        for num_rows in (*own_rows, MOST_SPLIT_ROWS) if self._device.is_invariant else own_rows:
             self._tunings[num_rows] = tuning = tune_fp8(num_rows, self._product, self._device)
             self._workspace.reserve(partial_floats(num_rows, self._product, tuning))
 
     def _computed(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         num_rows, product = len(x), self._product
         tuning = self._tunings.get(num_rows)
-        if tuning is not None and num_rows <= most_exact_rows_of_fp8(product):
+        if tuning is not None and num_rows <= most_exact_rows_of_fp8(product, self._device):
             return project(x, self._few, residual, tuning, self._device, self._workspace)
         block = min(product.weight.block[1], product.num_inputs)
         tokens = quantize_tokens(x, block, self._device, self._norm)
@@ -244,6 +245,13 @@ class Int4Projection(QuantizedProjection):
             x = x.index_select(1, weight.order)
         if tuning is not None:
             return project_int4(x, product, residual, tuning, self._device, self._workspace)
+        if self._device.is_invariant:
+            most, where = MAX_OWN_ROWS_OF_INT4, (self._device, self._workspace)
+            before = [None] * triton.cdiv(num_rows, most) if residual is None else residual.split(most)
+            pieces = zip(x.split(most), before, strict=True)
+            return torch.cat(
+                [project_int4(rows, product, of_rows, self._tunings[len(rows)], *where) for rows, of_rows in pieces]
+            )
         y = torch.empty(num_rows, weight.num_outputs, dtype=x.dtype, device=x.device)
         part_outputs = weight.num_outputs // weight.num_parts
         for part in range(weight.num_parts):

@@ -27,6 +27,7 @@ SCALED = 128
 """So many inputs in 8 bits share a scale."""
 
 _MAX_SPLITS = 16
+_INVARIANT_SPLITS = 4  # where they must not depend on the number of tokens
 _SPLIT_INPUTS = 256  # loaded at once, before the tokens are there
 _MOST_SORTED_AT_ONCE = 4096
 _SEGMENT = 8192  # pairs that a program puts into their places
@@ -94,12 +95,14 @@ def route(x: torch.Tensor, router: Router, eps: float, device: Device, workspace
     weight, routing, bias, correction = router.weight, router.routing, router.bias, router.correction
     (num_tokens, num_inputs), num_experts, chosen = x.shape, len(weight), routing.num_chosen
     has_groups = routing.num_groups > 1
-    tile_tokens = 8 if num_tokens <= 256 else 16 if num_tokens <= 1024 or has_groups else 32
+    tile_tokens = 8 if num_tokens <= 256 or device.is_invariant else 16 if num_tokens <= 1024 or has_groups else 32
     padded_experts = max(16, triton.next_power_of_2(num_experts))
     strip_experts = min(64, padded_experts)
     num_tiles, num_strips = triton.cdiv(num_tokens, tile_tokens), padded_experts // strip_experts
     inputs = min(_SPLIT_INPUTS if tile_tokens == 8 else 128, max(16, triton.next_power_of_2(num_inputs)))
     most_splits = max(1, 2 * device.num_processors // (num_tiles * num_strips))
+    if device.is_invariant:
+        most_splits = _INVARIANT_SPLITS
     num_splits = min(_MAX_SPLITS, triton.next_power_of_2(most_splits + 1) // 2, triton.cdiv(num_inputs, inputs))
     floats = (num_tiles * num_splits * tile_tokens, padded_experts + 1)  # logits, and sums of squares behind all
     partial = torch.empty(floats, dtype=torch.float32, device=x.device)

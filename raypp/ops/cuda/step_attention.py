@@ -26,6 +26,7 @@ from raypp.ops.attention import AttentionBatch, Heads, Rotation, Span
 from raypp.ops.break_point import break_point
 from raypp.ops.cuda.decode_attention import TritonDecode
 from raypp.ops.cuda.heads import append_heads, gate_heads_, gather_heads
+from raypp.ops.cuda.invariant_attention import InvariantAttention
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.kv_cache import FP8, LayerCache, movable
 from raypp.ops.row_attention import RowPiece, attend_piece, piece_mask, row_pieces
@@ -51,6 +52,22 @@ class Prefill(Protocol):
 
     def run(self, plan: object, q: torch.Tensor, cache: LayerCache, heads: Heads, out: torch.Tensor) -> None:
         """Write the output to `out`; see `FlashInferPrefill`."""
+
+
+class Decode(Protocol):
+    """Attention of decode rows."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        cache: LayerCache,
+        seq_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_len: int,
+        heads: Heads,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the output to `out`; see `TritonDecode`."""
 
 
 def has_flashinfer() -> bool:
@@ -331,11 +348,17 @@ class CudaAttention:
         self._device = device
         self._kind = heads.kind
         sizes = heads.num_heads, heads.num_kv_heads, heads.head_dim
-        self._decode = TritonDecode(*sizes, max_query_len, device, workspace, heads.value_dim)
+        self._decode: Decode
+        self._prefill: Prefill
+        self._with_spans: Prefill
+        self._fused: TritonDecode | None = None
+        if device.is_invariant:
+            self._decode = self._prefill = self._with_spans = InvariantAttention(heads, device, workspace)
+            return
+        self._decode = self._fused = TritonDecode(*sizes, max_query_len, device, workspace, heads.value_dim)
         missing = missing_for_flashinfer(heads)
         # FlashInfer's kernels are causal; images that are seen whole are rare in a step, and correct by torch.
-        self._with_spans = SdpaPrefill(heads, block_size, dtype)
-        self._prefill: Prefill = self._with_spans
+        self._prefill = self._with_spans = SdpaPrefill(heads, block_size, dtype)
         if missing is None:
             entries, where = num_ring_entries, device.torch_device
             self._prefill = FlashInferPrefill(heads, block_size, dtype, kv_dtype, entries, where, space=space())
@@ -374,8 +397,8 @@ class CudaAttention:
             dtype = dtype if dtype is not None and is_decode_only else qkv.dtype
             out = torch.empty(len(qkv), heads.num_heads * heads.value_dim, dtype=dtype, device=qkv.device)
         out_heads = out.view(len(qkv), heads.num_heads, heads.value_dim)
-        if num_decode_tokens <= MAX_FUSED_TOKENS and is_decode_only and heads.is_plain:
-            self._decode.from_projection(
+        if self._fused and num_decode_tokens <= MAX_FUSED_TOKENS and is_decode_only and heads.is_plain:
+            self._fused.from_projection(
                 qkv,
                 heads,
                 rope,

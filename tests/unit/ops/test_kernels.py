@@ -22,6 +22,7 @@ from raypp.ops.cuda.cuda_kernels import CudaKernels, CudaProjection, _log_dequan
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.experts import ExpertCut, ExpertShape
 from raypp.ops.cuda.int4_products import Int4Product, Int4Tuning, int4_shared_bytes, pack, project_int4, unpack
+from raypp.ops.cuda.invariant_attention import part_of, part_start
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import choose_projection, tune_fp8, tune_int4
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, shared_bytes
@@ -213,6 +214,32 @@ def test_decode_of_all_kinds(lens, query_len, settings, tuning):
     heads = 4, 2, 16
     checks.check_decode(EXACT, lens, query_len, *heads, tuning, 8, **settings)
     checks.check_fused_decode(EXACT, lens, query_len, *heads, query_len == 1, tuning, **settings)
+
+
+@pytest.mark.parametrize(
+    ("heads", "lens", "query_len", "settings"),
+    [
+        ((4, 2, 16), [700, 3, 256, 300], 3, {}),
+        ((4, 1, 16), [75, 600], 20, {}),  # more tokens than a program has
+        ((4, 2, 16), [700, 16, 1], 1, {"window": 300, "has_sinks": True, "soft_cap": 2.0}),
+        ((2, 2, 24), [600, 257], 2, {"window": 20}),
+        full((2, 1, 16), [5200, 40], 1, {"v_dim": 32}),  # parts of two lengths
+        full((3, 1, 24), [300, 7], 3, {"scales": (0.03, 2.0)}),
+    ],
+    ids=str,
+)
+def test_attention_whose_bits_depend_on_positions_alone(heads, lens, query_len, settings):
+    checks.check_invariant_attention(EXACT, heads, lens, query_len, **settings)
+
+
+def test_parts_of_invariant_attention_follow_each_other():
+    starts = [part_start(part) for part in range(60)]
+    assert starts == sorted(set(starts))
+    assert starts[:2] == [0, 256]
+    assert all(start % 64 == 0 for start in starts)
+    for part, start in enumerate(starts):
+        assert part_of(start) == part
+        assert part_of(max(0, start - 1)) == max(0, part - 1)
 
 
 def test_windows_of_many_splits():
