@@ -88,6 +88,7 @@ class JobSettings:
             "load_format": model.load_format,
             "dtype": model.dtype,
             "quantization": model.quantization,
+            "batch_invariant": model.batch_invariant,
             "even_routing": model.even_routing,
             "kv_cache_dtype": self.config.cache.kv_cache_dtype,
             "max_model_len": model.max_model_len,

@@ -59,6 +59,10 @@ class ModelSection(Section):
     """`fp8` rounds the weights of the layers to float8_e4m3fn while they are read, with a scale per output: half the
     bytes of 16 bits, for a little of the precision. Embedding, LM head, norms and biases stay. None: as the checkpoint
     has them. A checkpoint that is quantized needs no word of it: docs/quantization.md."""
+    batch_invariant: bool = False
+    """Give a request the same text, bit for bit, whatever runs beside it, at any number of stages, with n-grams or
+    without, after a preemption or a death: no sum is cut by the number of rows of a step. For layers of raypp's own on
+    GPUs of one kind; prompts are slower: docs/batch_invariance.md."""
     even_routing: bool = False
     """For benchmarks alone: tokens choose their experts by a hash, so that random weights load all experts evenly. The
     text is nonsense."""

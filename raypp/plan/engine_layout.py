@@ -135,6 +135,8 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     num_threads = config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages * read.num_members)
     if stored.measured is not None:
         _refuse_for_transformers(config, model)
+    if config.model.batch_invariant:
+        _check_batch_invariant(config, model, device=device, dtype=dtype)
     head, head_path = draft_head(config, model, hardware, device=device, dtype=dtype, model_path=model_path)
     held = held_model(model, hardware, device=device, dtype=dtype)
     if head is not None and model.windows[0] is not None:
@@ -280,6 +282,31 @@ def _refuse_for_transformers(config: EngineConfig, model: ModelConfig) -> None:
             "a draft head reads hidden states of raypp's own layers",
             got=f"{config.speculative.model}, and a model of transformers' modules",
             hint="README lists the architectures with layers of raypp's own",
+        )
+
+
+def _check_batch_invariant(config: EngineConfig, model: ModelConfig, *, device: str, dtype: str) -> None:
+    """Refuse what would give a row other bits beside other rows, or in another step.
+
+    Raises:
+        ConfigError: says what, and why.
+    """
+    reasons = {
+        f"stages on {device} in {dtype}, whose products are torch's": device == "cpu" or dtype == "float32",
+        "tensor_parallel_size > 1: large and small sums over members are rounded differently": model.num_members > 1,
+        "transformers' modules, whose operations are torch's": model.measured is not None,
+        "compile=true: a compiler fuses by the number of tokens": bool(config.graphs.compile),
+        "images, which encoders compute in batches (num_encoders=0 leaves them out)": model.vision is not None,
+        "recurrent states, which prompts compute in chunks": model.has_row_states,
+        "latents, which prompts expand and decode steps do not": any(each.latent for each in model.attending),
+    }
+    found = [reason for reason, is_so in reasons.items() if is_so]
+    if found:
+        raise ConfigError(
+            "batch_invariant cannot hold",
+            got="; ".join(found),
+            expected="layers of raypp's own with attention over keys and values, in 16 bits on GPUs, text alone",
+            hint="batch_invariant=false",
         )
 
 

@@ -183,6 +183,7 @@ class EnginePlan(EngineLayout):
             load_format=self.config.model.load_format,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
+            is_batch_invariant=self.config.model.batch_invariant,
             device=self.device if indices is None else f"{self.device}:{indices[rank]}",
             seed=self.config.model.seed,
             num_threads=self.num_threads,

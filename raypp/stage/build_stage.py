@@ -19,6 +19,7 @@ from raypp.models.member_sizes import Member
 from raypp.models.registry import build_model
 from raypp.models.weights import PickledWeights, WeightReader, WeightSource, open_weights, warn_of_unread
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice, make_first_sums
+from raypp.ops.invariance_check import InvarianceCheck
 from raypp.ops.kv_cache import allocate_layer_cache
 from raypp.ops.member_kernels import with_members
 from raypp.ops.members import Members
@@ -66,7 +67,7 @@ def build_stage_model(
 
     Raises:
         ModelLoadError: the checkpoint cannot be read.
-        ConfigError: a factory, and several members.
+        ConfigError: a factory, and several members; bits of a row that depend on others, and must not.
     """
     if factory is not None and spec.num_members > 1 and not getattr(factory, "makes_members", False):
         raise ConfigError(
@@ -78,15 +79,20 @@ def build_stage_model(
     if factory is not None:
         return factory(spec, config)
     dtype, device = getattr(torch, spec.dtype), torch.device(spec.device)
+    kv_dtype, check = getattr(torch, spec.kv_dtype), None
     kernels = choose_kernels(
         device,
         dtype,
         block_size=spec.block_size,
         max_query_len=1 + spec.max_drafts,
         num_ring_entries=spec.num_ring_entries,
-        kv_dtype=getattr(torch, spec.kv_dtype),
+        kv_dtype=kv_dtype,
         for_compiler=spec.graphs.compile_backend is not None,
+        is_invariant=spec.is_batch_invariant,
     )
+    if spec.is_batch_invariant:
+        check = InvarianceCheck(kernels, device, dtype, kv_dtype, spec.block_size)
+        kernels = check.as_kernels
     model = build_model(
         config,
         start_layer=spec.start_layer,
@@ -105,6 +111,8 @@ def build_stage_model(
         compile_layers(model, spec.max_step_tokens, spec.graphs.compile_backend)
     if isinstance(model, DecoderModel) and spec.draft_head is not None and spec.is_last:
         model.draft_head = _build_draft_head(spec, spec.draft_head, config, model, members)
+    if check is not None:
+        check.run()
     return model
 
 

@@ -53,6 +53,7 @@ class StageSpec:
     load_format: Literal["auto", "dummy"]
     dtype: str  # a torch dtype's name, of weights and activations
     kv_dtype: str  # of the KV cache
+    is_batch_invariant: bool = False  # whether a row has the same bits beside any others
     device: str  # a torch device
     seed: int
     num_threads: int

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import reference_ops as reference
 import torch
 from scipy import stats
@@ -60,6 +61,19 @@ DTYPES = [torch.bfloat16, torch.float16]
 NARROW = [torch.float8_e4m3fn, torch.float8_e5m2]
 # One rounding, and for products the difference of two orders of summation.
 TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 2e-5}
+
+
+def sum_products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the interpreter multiply matrices input by input: a library's order depends on the shapes."""
+
+    def product(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], dtype: Any = None) -> np.ndarray[Any, Any]:
+        a, b = (each.astype(dtype or each.dtype) for each in (a, b))
+        total = np.zeros((a.shape[0], b.shape[1]), dtype=a.dtype)
+        for index in range(a.shape[1]):
+            total += a[:, index : index + 1] * b[index : index + 1]
+        return total
+
+    monkeypatch.setattr(np, "matmul", product)
 
 
 class Kernels:
