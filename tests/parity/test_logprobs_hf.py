@@ -25,7 +25,7 @@ TOLERANCE = 1e-4
 NUM_NEW_TOKENS = 20
 
 
-def _run(engine: LocalEngine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Reported]:
+def run_with_logprobs(engine: LocalEngine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Reported]:
     requests = [engine.submit(prompt, of_prompt) for prompt, of_prompt in zip(prompts, params, strict=True)]
     output, prompt = defaultdict(list), defaultdict(list)
     while engine.has_unfinished:
@@ -114,12 +114,12 @@ def test_logprobs_are_transformers_log_softmax(tmp_path_factory, monkeypatch):
         prompts = [[rng.randrange(vocab_size) for _ in range(rng.randint(2, 50))] for _ in range(5)]
         prompts += [[*shared, rng.randrange(vocab_size)] for _ in range(3)] + [[5]]
         # Fills the cache with the prompts' prefixes, the output of others among them.
-        filling = _run(engine, prompts, [_params(rng, vocab_size, logprobs=0) for _ in prompts])
+        filling = run_with_logprobs(engine, prompts, [_params(rng, vocab_size, logprobs=0) for _ in prompts])
         asked = [
             {"logprobs": rng.choice([None, 0, 1, 5]), "prompt_logprobs": rng.choice([None, 0, 3])} for _ in prompts
         ]
         asked[0], asked[5] = {"logprobs": vocab_size}, {"prompt_logprobs": 2, "logprobs": 2}
-        reported = _run(engine, prompts, [_params(rng, vocab_size, **a) for a in asked])
+        reported = run_with_logprobs(engine, prompts, [_params(rng, vocab_size, **a) for a in asked])
         for one in filling + reported:
             one.check(path)
         for one in reported:
