@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "prefixes": {"block_size": 4},
     "two stages": {"num_stages": 2, "enable_prefix_caching": False},
     "n-grams": {"speculative": {"method": "ngram", "min_n": 1, "num_speculative_tokens": 2}},
-    "preemption": {"num_kv_blocks": 12, "block_size": 4, "max_model_len": 32, "enable_prefix_caching": False},
+    "preemption": {"num_kv_blocks": 13, "block_size": 4, "max_model_len": 32, "enable_prefix_caching": False},
 }
 IN_CI = ("chunks", "n-grams")
 
@@ -73,7 +73,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list
         checks.sum_products_in_order(patch)
         patch.setattr(build_stage, "choose_kernels", kernels)
         plan = planned(path, enable_prefix_caching=False)
-        phrase, *words = ([rng.randrange(plan.model.vocab_size) for _ in range(n)] for n in (4, 13))
+        phrase, *words = ([rng.randrange(plan.model.vocab_size) for _ in range(n)] for n in (4, 16))
         prompts = [phrase * 3, [*phrase * 2, 5, *phrase, 5], *words]
         yield path, prompts, answers(LocalEngine(plan), prompts, together=False)
 
