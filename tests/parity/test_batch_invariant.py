@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "prefixes": {"block_size": 4},
     "two stages": {"num_stages": 2, "enable_prefix_caching": False},
     "n-grams": {"speculative": {"method": "ngram", "min_n": 1, "num_speculative_tokens": 2}},
-    "preemption": {"num_kv_blocks": 13, "block_size": 4, "max_model_len": 32, "enable_prefix_caching": False},
+    "preemption": {"num_kv_blocks": 14, "block_size": 4, "max_model_len": 32, "enable_prefix_caching": False},
 }
 IN_CI = ("chunks", "n-grams")
 
@@ -42,7 +42,7 @@ IN_CI = ("chunks", "n-grams")
 def answers(engine: LocalEngine, prompts: Sequence[list[int]], together: bool) -> list[Answer]:
     """Return tokens and their log-probabilities of greedy and of sampled requests, each by its own seed."""
     params = [
-        SamplingParams(max_tokens=4, temperature=float(index % 2), seed=index, logprobs=0, ignore_eos=True)
+        SamplingParams(max_tokens=6, temperature=float(index % 2), seed=index, logprobs=0, ignore_eos=True)
         for index in range(len(prompts))
     ]
     pairs = list(zip(prompts, params, strict=True))
