@@ -88,9 +88,9 @@ class Attention(Protocol):
     ) -> torch.Tensor:
         """Return the output, [T, Hq * Dv]; in `out` if that is given.
 
-        Shapes: qkv [T, (Hq + Hk) * Dk + Hk * Dv]: queries, keys, values; with gates one of Dk elements behind each head
-        of queries; rope: the step's, of the same kernel set. T may be more than the batch's tokens: the rest of `out`
-        is left alone. What a row computes past the end of its block table is finite, meaningless and never read.
+        Shapes: qkv [T, `Heads.width`]: queries, keys, values that are not keys; with gates one of Dk elements behind
+        each head of queries; rope: the step's, of the same kernel set. T may be more than the batch's tokens: the rest
+        of `out` is left alone. What a row computes past the end of its block table is finite, meaningless and never read.
         """
 
     def append(self, qkv: torch.Tensor, rope: Rotation, cache: LayerCache, slot_mapping: torch.Tensor) -> None:

@@ -229,6 +229,15 @@ def test_heads_that_are_rotated_in_part_or_gated(heads, rotary_dim, has_gate):
     checks.check_heads(EXACT, 5, *heads, True, rotary_dim=rotary_dim, has_gate=has_gate)
 
 
+@pytest.mark.parametrize("scales", [None, (0.5, 2.0)], ids=["32 bits", "fp8_kv"])
+def test_values_that_are_keys(scales):
+    heads = 6, 2, 16
+    for has_norm in (True, False):
+        checks.check_heads(EXACT, 5, *heads, has_norm, scales, values_are_keys=True)
+        checks.check_fused_decode(EXACT, [33, 3], 3, *heads, has_norm, None, scales, values_are_keys=True)
+    checks.check_heads(EXACT, 5, 4, 1, 24, True, scales, rotary_dim=12, has_gate=True, values_are_keys=True)
+
+
 @pytest.mark.parametrize(
     ("shape", "block_size", "max_drafts"),
     [
@@ -494,6 +503,12 @@ def test_routing_of_other_kinds(num_experts, routing, has_bias, has_correction):
 )
 def test_arrangement(num_tokens, num_experts, num_chosen, tile_rows, spread):
     checks.check_arrangement(num_tokens, num_experts, num_chosen, tile_rows, spread)
+
+
+@pytest.mark.parametrize("cut", [ExpertCut(0, Tuning(4, 32), Tuning(4, 16)), None], ids=["few", "chosen"])
+def test_experts_of_gemma(cut):
+    for num_tokens, shape in ((1, ExpertShape(64, 48, 5, 2)), (11, ExpertShape(96, 40, 12, 3))):
+        checks.check_experts(EXACT, num_tokens, shape, cut, is_gemma=True)
 
 
 def test_arrangement_of_many_pairs(monkeypatch):
