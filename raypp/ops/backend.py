@@ -90,7 +90,7 @@ class Attention(Protocol):
 
         Shapes: qkv [T, `Heads.width`]: queries, keys, values that are not keys; with gates one of Dk elements behind
         each head of queries; rope: the step's, of the same kernel set. T may be more than the batch's tokens: the rest
-        of `out` is left alone. What a row computes past the end of its block table is finite, meaningless and never read.
+        of `out` is left alone. What a row computes behind its block table is finite, meaningless and never read.
         """
 
     def append(self, qkv: torch.Tensor, rope: Rotation, cache: LayerCache, slot_mapping: torch.Tensor) -> None:
