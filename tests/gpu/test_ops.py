@@ -49,6 +49,7 @@ KINDS = [
     ((64, 4, 192), {"v_dim": 128, "window": 128, "has_sinks": True}),  # MiMo: 16 query heads per KV head
     ((8, 2, 512), {"soft_cap": 30.0}),
     ((16, 1, 512), {"window": 100}),
+    ((32, 4, 512), {"scale": 1 / 16}),  # Gemma 4, with a scale for keys that have no norm
 ]
 """Heads, and settings of `kernel_checks.made_heads`."""
 needs_flashinfer = pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer-python is not installed")

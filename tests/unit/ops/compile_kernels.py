@@ -29,7 +29,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, LatentHeads
-from raypp.ops.backend import ExpertWeights, Gate, Router, Routing
+from raypp.ops.backend import GELU, ExpertWeights, Gate, Router, Routing
 from raypp.ops.block_store import Planes
 from raypp.ops.cuda import (
     between_products,
@@ -378,6 +378,11 @@ def call_experts(workspace: Workspace) -> None:
         other = Router(torch.empty(num_experts, 2048, dtype=BF16), routing, bias, correction)
         for rows in (1, 2048):
             route(torch.empty(rows, 2048, dtype=BF16), other, 1e-6, DEVICE, workspace)
+    of_gemma = Router(router, Routing(8, True), norm_weight=router[0].float(), expert_scales=torch.ones(128))
+    weights = ExpertWeights(gate_up, down, gate=GELU)
+    layer = CudaExperts(router[0], 1e-6, of_gemma, weights, DEVICE, workspace)
+    for rows in (1, 64):
+        layer(torch.empty(rows, 2048, dtype=BF16))
     routing = Routing(8, normalizes=True)
     for kind, scale_type, block in (("fp8", torch.float32, (128, 128)), ("int4", BF16, (1, 128))):
         if kind == "fp8" and not DEVICE.has_fp8:
@@ -459,11 +464,11 @@ def attend(
 KINDS = (
     (64, 8, 64, 64, {"window": 128, "sinks": torch.zeros(64)}),  # gpt-oss
     (32, 16, 128, 128, {"window": 4096, "soft_cap": 50.0}),  # Gemma 2
-    (16, 8, 256, 256, {"window": 512}),
+    (16, 8, 256, 256, {"window": 1024, "norm": HeadNorm(*torch.ones(2, 256, dtype=BF16), 1e-6, has_values=True)}),
     (64, 4, 192, 128, {"window": 128, "sinks": torch.zeros(64)}),  # MiMo: 16 query heads per KV head
-    (32, 4, 512, 512, {}),  # Gemma 4
+    (32, 4, 512, 512, {"norm": HeadNorm(*torch.ones(2, 512, dtype=BF16), 1e-6, True), "values_are_keys": True}),
     (16, 1, 512, 512, {"soft_cap": 30.0}),
-)
+)  # those of 256 and the first of 512 are Gemma 4's
 """Heads: how many, of queries and of keys, their sizes, of keys and of values, and settings of `Heads`."""
 
 
@@ -474,7 +479,7 @@ def call_kinds(_: Workspace) -> None:
         workspace = Workspace(CPU)  # each kind reserves before its first use
         decode = decode_attention.TritonDecode(num_heads, num_kv_heads, head_dim, 17, DEVICE, workspace, value_dim)
         workspace.reserve(1 << 25)
-        width = (num_heads + num_kv_heads) * head_dim + num_kv_heads * value_dim
+        width = kind.width
         for kv_dtype in (BF16, *([torch.float8_e4m3fn] if DEVICE.has_fp8 and IS_FULL else [])):
             sizes = 3, num_kv_heads, 16
             keys, values = (torch.zeros(*sizes, dim, dtype=kv_dtype) for dim in (head_dim, value_dim))
