@@ -107,10 +107,10 @@ def shrunken_config(config: Any, *, num_layers: int | None = None, **values: Any
         chosen["rope_parameters"] = _narrow_rope(rope)
     if num_layers is not None:
         chosen |= _of_layers(config, num_layers)
+    if of_layers:
+        chosen["per_layer_config"] = of_layers
     for name, value in (chosen | values).items():
         setattr(new, name, value)
-    if of_layers:
-        new.per_layer_config = of_layers
     new.dtype = torch.float32
     return new
 
