@@ -169,15 +169,15 @@ _GEMMA3 = Family(
 def _gemma4_attention(fields: ConfigFields, index: int, attention: AttentionConfig) -> AttentionConfig:
     """Return how a layer of Gemma 4 attends: those without a window have heads of another number and size.
 
-    Published files say it once for all of these, transformers 5.17 writes it layer by layer.
+    Published files say that once for all of these, transformers 5.17 layer by layer.
     """
     is_global, by_layer = attention.window is None, fields.get("per_layer_config")
     are_keys = is_global and fields.flag("attention_k_eq_v")
     if index == fields.get("num_hidden_layers") - 1 and not is_global:
         raise fields.error("layer_types", "a last layer with a window", "full_attention as the last layer's")
     own: dict[str, object] = {}
-    if isinstance(by_layer, dict):
-        own = by_layer.get(str(index)) or own
+    if isinstance(by_layer, dict):  # with keys such as 05
+        own = next((values for layer, values in by_layer.items() if layer.zfill(9) == str(index).zfill(9)), own)
     elif is_global:
         own["head_dim"] = fields.integer("global_head_dim", 512)
         own["num_key_value_heads"] = fields.get("num_global_key_value_heads") if are_keys else None
