@@ -401,9 +401,15 @@ FAMILIES = {
         vision=VisionFamily(kind="gemma3", vision_start_token_id=255999),
     ),
     # Gemma 4, dense or with experts beside the MLP: global layers have wider heads, whose values are keys. The 31B and
-    # 26B-A4B; the smaller ones have parts of their own. Images are refused: there is no tower yet.
+    # 26B-A4B, and the 12B, which has another name; the smaller ones have parts of their own. There is no tower yet.
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4ForConditionalGeneration": replace(_GEMMA4, weight_prefix="model.language_model."),
+    "Gemma4UnifiedForConditionalGeneration": replace(
+        _GEMMA4,
+        weight_prefix="model.language_model.",
+        defaults={**_GEMMA4.defaults, "max_position_embeddings": 262144, "hidden_size_per_layer_input": 0},
+        windows=Windows(1024, interval=6),
+    ),
     # GLM-4.5 to 4.7, with experts: half of a head is rotated, and the first layers are dense.
     "Glm4MoeForCausalLM": Family(
         has_mtp_layer=True,

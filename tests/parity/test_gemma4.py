@@ -36,24 +36,37 @@ EXPERTS = {"num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 64}
 GROUP = 32  # of the published INT4
 
 
-def _beside_a_tower(path: Path) -> Path:
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "position_embedding_size": 64,
+}
+OF_UNIFIED = {"mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32, "patch_size": 4}
+
+
+def _beside_a_tower(path: Path, name: str) -> Path:
     """Write a checkpoint as `Gemma4ForConditionalGeneration` is published: a tower, and the text part below it."""
-    text = json.loads((make_checkpoint("gemma4_moe", 4, path / "text") / "config.json").read_text())
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64}
-    config = transformers.Gemma4Config(text_config=text, vision_config=vision)
-    model: Any = transformers.Gemma4ForConditionalGeneration(config)
+    family, vision = ("gemma4_moe", VISION) if name == "Gemma4" else ("gemma4", OF_UNIFIED)
+    text = json.loads((make_checkpoint(family, 4, path / "text") / "config.json").read_text())
+    text = {key: value for key, value in text.items() if key != "model_type"}
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision)
+    model: Any = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     own = transformers.AutoModelForCausalLM.from_pretrained(path / "text", dtype=torch.float32)
     model.model.language_model.load_state_dict(own.model.state_dict())
     model.save_pretrained(path / "whole")
     return path / "whole"
 
 
-def test_the_text_part_of_a_checkpoint_with_a_tower(tmp_path, caplog):
-    path = _beside_a_tower(tmp_path)
+@pytest.mark.parametrize("name", ["Gemma4", "Gemma4Unified"])
+def test_the_text_part_of_a_checkpoint_with_a_tower(name, tmp_path, caplog):
+    path = _beside_a_tower(tmp_path, name)
     names = load_file(path / "model.safetensors")
-    assert "model.language_model.layers.0.router.per_expert_scale" in names
-    assert any(name.startswith("model.vision_tower.") for name in names)
+    assert "model.language_model.layers.0.layer_scalar" in names
+    assert any(each.startswith(("model.vision_tower.", "model.vision_embedder.")) for each in names)
     settings = {"num_stages": 2, "num_kv_blocks": 200, "max_model_len": 128, "stage_num_threads": 1}
     plan = plan_engine(EngineConfig.from_flat(str(path), **settings), Hardware(1))
     assert plan.model.measured is None  # raypp's own layers

@@ -50,6 +50,7 @@ from raypp.ops.cuda.member_sums import PushedSums
 from raypp.ops.cuda.product_tuning import input_type_in_8_bits, own_product
 from raypp.ops.cuda.quantized_projection import Fp8Projection, Int4Projection
 from raypp.ops.cuda.router_kernels import route
+from raypp.ops.cuda.step_attention import MOST_OF_TORCH, PIECE_TOKENS
 from raypp.ops.cuda.token_quantization import TokenNorm
 from raypp.ops.kv_cache import LayerCache
 from raypp.ops.row_state import DeltaHeads, RowSpans, allocate_layer_state
@@ -486,7 +487,8 @@ def call_kinds(_: Workspace) -> None:
             cache, integers = LayerCache(keys, values), torch.zeros(16, dtype=torch.int64)
             by = heads.rotation_table(integers, torch.ones(head_dim // 2), DEVICE)
             heads.append_heads(torch.zeros(16, width, dtype=BF16), kind, by, integers, cache, DEVICE)
-            for rows, query_len in ((1, 1), (32, 17 if IS_FULL else 5)):
+            of_prompts = [(32, PIECE_TOKENS)] if head_dim > MOST_OF_TORCH else []
+            for rows, query_len in ((1, 1), (32, 17 if IS_FULL else 5), *of_prompts):
                 q = torch.zeros(rows * query_len, num_heads, head_dim, dtype=BF16)
                 out = torch.zeros(rows * query_len, num_heads, value_dim, dtype=BF16)
                 lens, tables = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
