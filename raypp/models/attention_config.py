@@ -109,6 +109,7 @@ class AttentionConfig:
     soft_cap: float | None = None  # scores become cap * tanh(score / cap)
     has_sinks: bool = False  # whether every head has a logit of its own in the softmax
     has_gate: bool = False  # whether the output is multiplied by the sigmoid of a projection of its own
+    values_are_keys: bool = False  # whether values are keys before their norm and rotation: no product is theirs
     num_sharing: int = 1  # members of a stage that have the same KV heads, where there are fewer heads than members
     latent: LatentConfig | None = None  # what keys and values are made of; None: of the residual stream
 
@@ -130,14 +131,14 @@ class AttentionConfig:
         assert self.rope is not None, "what calls attention rotates"
         if self.latent is not None:
             return self.latent.rotary_dim, self.rope
-        return int(self.head_dim * self.rope.share), self.rope
+        return self.head_dim if self.rope.pairs_all else int(self.head_dim * self.rope.share), self.rope
 
     @property
     def row_sizes(self) -> tuple[int, int, int]:
         """Elements of a token's queries with their gates, keys and values; or queries, rotated key and latent."""
         if self.latent is not None:
             return self.num_heads * self.head_dim, self.latent.rotary_dim, self.latent.rank
-        keys, values = self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_dim
+        keys, values = self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_dim * (not self.values_are_keys)
         return self.num_heads * self.head_dim * (1 + self.has_gate), keys, values
 
     @property

@@ -4,21 +4,19 @@ All have the layer of `raypp.models.layer`. Needs no torch, so that planning sta
 
 Sources: the published checkpoints' config.json and tensor names; transformers 5.17, `models/llama`, `models/qwen2`,
 `models/qwen3`, `models/qwen3_vl`, `models/qwen3_moe`, `models/mixtral`, `models/qwen3_vl_moe`, `models/qwen3_next`,
-`models/qwen3_5`, `models/qwen3_5_moe`, `models/gpt_oss`, `models/gemma3`, `models/glm4_moe`, `models/minimax_m2`,
-`models/deepseek_v2`, `models/deepseek_v3`, `models/glm4_moe_lite`.
+`models/qwen3_5`, `models/qwen3_5_moe`, `models/gpt_oss`, `models/gemma3`, `models/gemma4`, `models/glm4_moe`,
+`models/minimax_m2`, `models/deepseek_v2`, `models/deepseek_v3`, `models/glm4_moe_lite`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from raypp.models.attention_config import AttentionConfig, LatentConfig
+from raypp.models.config_fields import ConfigFields
 from raypp.models.vision_config import VisionFamily
-
-if TYPE_CHECKING:
-    from raypp.models.config_fields import ConfigFields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +25,8 @@ class ExpertNames:
 
     block: str = "mlp."  # before the others, and `experts.{}.`
     router: str = "gate"
+    router_scale: str | None = None  # what a router multiplies the norm of its input by; None: the MLP's norm
+    expert_scales: str | None = None  # what the weight of each expert is multiplied by; None: nothing
     correction: str = "gate.e_score_correction_bias"
     shared: str = "shared_expert."
     gate: str = "gate_proj"
@@ -49,7 +49,10 @@ class ExpertFamily:
     has_sigmoid: bool = False  # whether a score is a sigmoid, with a correction, groups and a factor; see `Routing`
     has_groups: bool = False  # whether one that is no sigmoid has groups and a factor, too
     has_pairs: bool = False  # whether gate and up take turns in one tensor, experts and router have biases (gpt-oss)
-    gate_limit: float | None = None  # where config.json has no `swiglu_limit`; None: the gate is SiLU
+    gate_limit: float | None = None  # where config.json has no `swiglu_limit`; None: nothing is cut off
+    switch: str | None = None  # the key that says whether there are experts; None: there are
+    num_chosen: str = "num_experts_per_tok"  # the key that says how many a token goes through
+    is_beside_mlp: bool = False  # whether sparse layers have an MLP for all tokens, too, each with norms of its own
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Windows:
 
 
 Activation = Literal["silu", "gelu"]
-LayerAttention = Callable[["ConfigFields", int, "AttentionConfig"], "AttentionConfig"]
+LayerAttention = Callable[[ConfigFields, int, AttentionConfig], AttentionConfig]
 """Returns what a layer has, given config.json, its index, and what layers have as a rule."""
 
 
@@ -92,10 +95,14 @@ class Family:
     has_joined_projections: bool = False  # of gated delta nets, see `GatedDeltaConfig`
     mtp_prefix: str | None = None  # of the tensors of a head that drafts the next tokens; None: there is none
     has_mtp_layer: bool = False  # whether such a head is stored as one more layer, in the names of DeepSeek-V3's
-    activation: Activation = "silu"  # of dense layers
+    activation: Activation = "silu"  # of MLPs, and of experts
     has_output_norms: bool = False  # whether attention's and the MLP's outputs are normalized before they are added
     scales_embedding: bool = False  # whether embeddings are multiplied by the root of their size
     has_local_rope: bool = False  # whether windowed layers have a rope of their own, see `read_local_rope`
+    has_value_norm: bool = False  # whether `qk_norm` has one of value heads beside it, without a weight
+    has_layer_scalars: bool = False  # whether the residual stream is multiplied by a number behind each layer
+    zeros: tuple[str, ...] = ()
+    """Fields that must be 0: models where they are not have parts that only transformers' modules compute."""
 
     def prefix_of_head(self, num_layers: int, num_drafting_layers: int) -> str | None:
         """Return the prefix of the tensors of a head that drafts; None: a model of those numbers of layers has none."""
@@ -156,6 +163,72 @@ _GEMMA3 = Family(
     has_output_norms=True,
     scales_embedding=True,
     has_local_rope=True,
+)
+
+
+def _gemma4_attention(fields: ConfigFields, index: int, attention: AttentionConfig) -> AttentionConfig:
+    """Return how a layer of Gemma 4 attends: those without a window have heads of another number and size.
+
+    Published files say that once for all of these, transformers 5.17 layer by layer.
+    """
+    is_global, by_layer = attention.window is None, fields.get("per_layer_config")
+    are_keys = is_global and fields.flag("attention_k_eq_v")
+    if index == fields.get("num_hidden_layers") - 1 and not is_global:
+        raise fields.error("layer_types", "a last layer with a window", "full_attention as the last layer's")
+    own: dict[str, object] = {}
+    if isinstance(by_layer, dict):  # with keys such as 05
+        own = next((values for layer, values in by_layer.items() if layer.zfill(9) == str(index).zfill(9)), own)
+    elif is_global:
+        own["head_dim"] = fields.integer("global_head_dim", 512)
+        own["num_key_value_heads"] = fields.get("num_global_key_value_heads") if are_keys else None
+    said = ConfigFields(fields.file, own)
+    head_dim = said.integer("head_dim", attention.head_dim)
+    num_kv_heads = said.integer("num_key_value_heads", attention.num_kv_heads)
+    if head_dim % 2:
+        raise fields.error("global_head_dim", head_dim, "an even number: rotary embedding pairs dimensions")
+    if attention.num_heads % num_kv_heads:
+        expected = f"a divisor of num_attention_heads={attention.num_heads}"
+        raise fields.error("num_global_key_value_heads", num_kv_heads, expected)
+    return replace(
+        attention, num_kv_heads=num_kv_heads, head_dim=head_dim, v_dim=head_dim, scale=1.0, values_are_keys=are_keys
+    )
+
+
+_GEMMA4 = Family(
+    qkv_bias="attention_bias",
+    attention_output_bias="attention_bias",
+    qk_norm=True,
+    has_value_norm=True,
+    defaults={
+        "head_dim": 256,
+        "vocab_size": 262144,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "sliding_attention": {"rope_theta": 1e4},
+        },
+        "tie_word_embeddings": True,
+        "hidden_size_per_layer_input": 256,
+        "num_kv_shared_layers": 0,
+    },
+    zeros=("hidden_size_per_layer_input", "num_kv_shared_layers"),
+    windows=Windows(512, interval=6),
+    layer_attention=_gemma4_attention,
+    activation="gelu",
+    has_output_norms=True,
+    has_layer_scalars=True,
+    scales_embedding=True,
+    has_local_rope=True,
+    experts=ExpertFamily(
+        names=ExpertNames(
+            block="", router="router.proj", router_scale="router.scale", expert_scales="router.per_expert_scale"
+        ),
+        switch="enable_moe_block",
+        num_chosen="top_k_experts",
+        is_beside_mlp=True,
+    ),
 )
 
 
@@ -326,6 +399,16 @@ FAMILIES = {
         _GEMMA3,
         weight_prefix="language_model.model.",
         vision=VisionFamily(kind="gemma3", vision_start_token_id=255999),
+    ),
+    # Gemma 4, dense or with experts beside the MLP: global layers have wider heads, whose values are keys. The 31B and
+    # 26B-A4B, and the 12B, which has another name; the smaller ones have parts of their own. There is no tower yet.
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": replace(_GEMMA4, weight_prefix="model.language_model."),
+    "Gemma4UnifiedForConditionalGeneration": replace(
+        _GEMMA4,
+        weight_prefix="model.language_model.",
+        defaults={**_GEMMA4.defaults, "max_position_embeddings": 262144, "hidden_size_per_layer_input": 0},
+        windows=Windows(1024, interval=6),
     ),
     # GLM-4.5 to 4.7, with experts: half of a head is rotated, and the first layers are dense.
     "Glm4MoeForCausalLM": Family(

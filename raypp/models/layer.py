@@ -21,7 +21,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from raypp.errors import ModelLoadError
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig
-from raypp.models.config import ExpertConfig, ModelConfig
+from raypp.models.config import ModelConfig
+from raypp.models.expert_config import ExpertConfig
 from raypp.models.families import Activation
 from raypp.models.latent_mixer import LatentMixer
 from raypp.models.member_sizes import Member, Size, Span
@@ -29,17 +30,7 @@ from raypp.models.rope_config import RopeConfig
 from raypp.models.weight_formats import Index
 from raypp.models.weights import WeightReader, WeightSource, read_kv_scales
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Rotation
-from raypp.ops.backend import (
-    SILU,
-    ExpertWeights,
-    Gate,
-    GateFunction,
-    KernelSet,
-    Projection,
-    Router,
-    Routing,
-    gelu_gate,
-)
+from raypp.ops.backend import GELU, SILU, ExpertWeights, Gate, KernelSet, Projection, Router, Routing
 from raypp.ops.kv_cache import LayerCache
 from raypp.ops.row_state import DeltaHeads, LayerState
 from raypp.ops.weight import Weight
@@ -50,7 +41,7 @@ _PAIRS = "gate_up_proj"
 """The product of gates and ups that take turns."""
 _CLAMPED_ALPHA = 1.702  # of gpt-oss's gate
 _BLOCK_BYTES = 16  # of MXFP4: 32 inputs
-_GATES: dict[Activation, GateFunction] = {"silu": SILU, "gelu": gelu_gate}
+_GATES: dict[Activation, Gate] = {"silu": SILU, "gelu": GELU}
 _LEAST_OUTPUTS = 16
 """Of a product: kernels are made for no fewer."""
 _QUANTIZED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
@@ -61,7 +52,7 @@ class AttentionWeights:
     """What a checkpoint holds below a layer's `self_attn.`. Queries, keys and values are one product."""
 
     heads: Heads
-    qkv: Weight  # [(Hq + 2 Hk) * D, K]
+    qkv: Weight  # [(Hq + 2 Hk) * D, K]; where values are keys, [(Hq + Hk) * D, K]
     qkv_bias: torch.Tensor | None
     output: Weight  # [H, Hq * D]
     output_bias: torch.Tensor | None
@@ -116,17 +107,18 @@ def read_attention(
     assert isinstance(attention, AttentionConfig)
     head_dim, member, shared = attention.head_dim, weights.member, attention.num_sharing
     queries, keys, values = attention.row_sizes
-    parts = (member.part(queries), member.part(keys, shared), member.part(values, shared))
+    modules = ("q_proj", "k_proj", "v_proj")[: 3 - attention.values_are_keys]
+    parts = (member.part(queries), *(member.part(size, shared) for size in (keys, values)[: len(modules) - 1]))
     qkv_bias = output_bias = norm = wide_norm = sinks = None
     if config.qkv_bias:
-        qkv_bias = weights.stacked(("q_proj.bias", "k_proj.bias", "v_proj.bias"), parts)
+        qkv_bias = weights.stacked([f"{module}.bias" for module in modules], parts)
     if config.attention_output_bias:
         output_bias = weights.tensor("o_proj.bias", hidden)
     if config.has_wide_qk_norm:
         wide_norm = WideNorm(attention, weights, config.rms_norm_eps, kernels)
     elif config.qk_norm:
         q_norm, k_norm = (read_norm(config, weights, f"{name}_norm.weight", head_dim) for name in "qk")
-        norm = HeadNorm(q_norm, k_norm, config.rms_norm_eps)
+        norm = HeadNorm(q_norm, k_norm, config.rms_norm_eps, config.has_value_norm)
     if attention.has_sinks:
         sinks = weights.tensor("sinks", member.part(attention.num_heads)).float()
     k_scale, v_scale = read_kv_scales(weights)
@@ -146,8 +138,9 @@ def read_attention(
             group=config.windows.index(attention.window),
             rotary_dim=None if attention.rope is None else attention.rotation[0],
             has_gate=attention.has_gate,
+            values_are_keys=attention.values_are_keys,
         ),
-        qkv=weights.weight(("q_proj", "k_proj", "v_proj"), parts, num_inputs),
+        qkv=weights.weight(modules, parts, num_inputs),
         qkv_bias=qkv_bias,
         output=weights.weight(("o_proj",), (hidden,), member.part(attention.output_size)),
         output_bias=output_bias,
@@ -288,9 +281,16 @@ class GatedMLP:
         config: The model's.
         weights: Below the layer's prefix.
         kernels: Of the device.
+        output_norm: The name of the norm of what is added, for models that have one.
     """
 
-    def __init__(self, config: ModelConfig, weights: WeightReader, kernels: KernelSet) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightReader,
+        kernels: KernelSet,
+        output_norm: str = "post_feedforward_layernorm.weight",
+    ) -> None:
         hidden, intermediate = config.hidden_size, weights.member.part(config.intermediate_size)
         norm_weight = read_mlp_norm(config, weights)
         mlp = weights.below("mlp.")
@@ -303,12 +303,14 @@ class GatedMLP:
         down = mlp.weight(("down_proj",), (hidden,), intermediate)
         gate = _GATES[config.activation]
         self._gate_up = kernels.norm_gated_linear(norm_weight, config.rms_norm_eps, gate_up, gate_up_bias, gate)
-        output_norm = read_output_norm(config, weights, "post_feedforward_layernorm.weight")
-        self._down = kernels.add_linear(down, down_bias, output_norm)
+        self._down = kernels.add_linear(down, down_bias, read_output_norm(config, weights, output_norm))
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the MLP, [T, H]. Shapes: hidden [T, H], may be overwritten."""
-        return self._down(self._gate_up(hidden), hidden)
+    def __call__(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the residual stream after the MLP, [T, H].
+
+        Shapes: hidden, residual [T, H], may be overwritten; without a residual `hidden` is it.
+        """
+        return self._down(self._gate_up(hidden), hidden if residual is None else residual)
 
 
 class TransformerLayer:
@@ -328,10 +330,14 @@ class TransformerLayer:
         if isinstance(mixer, AttentionConfig):
             make = AttentionMixer if mixer.latent is None else LatentMixer
         self._mixer = make(config, index, weights, kernels, norm)
-        self.has_experts, self.output_size = config.experts_of(index) is not None, config.attention[index].output_size
+        experts, self.output_size = config.experts_of(index), config.attention[index].output_size
+        self.has_experts = experts is not None
         self.kind: Hashable = (type(self._mixer), config.attention[index].row_sizes, self.output_size, self.has_experts)
-        mlp = SparseMLP if self.has_experts else GatedMLP
+        mlp: type[GatedMLP | SparseMLP | MLPBesideExperts] = GatedMLP
+        if experts is not None:
+            mlp = MLPBesideExperts if experts.is_beside_mlp else SparseMLP
         self._mlp = mlp(config, weights, kernels)
+        self._scalar = weights.tensor("layer_scalar", 1) if config.has_layer_scalars else None
 
     def before_attention(self, hidden: torch.Tensor) -> Any:
         return self._mixer.project(hidden)
@@ -347,7 +353,8 @@ class TransformerLayer:
         return self._mixer.attend(projected, rope, cache, attention, out)
 
     def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        return self._mlp(self._mixer.output(attended, hidden))
+        hidden = self._mlp(self._mixer.output(attended, hidden))
+        return hidden if self._scalar is None else hidden.mul_(self._scalar)
 
 
 def inverse_frequencies(head_dim: int, config: RopeConfig) -> torch.Tensor:
@@ -358,9 +365,13 @@ def inverse_frequencies(head_dim: int, config: RopeConfig) -> torch.Tensor:
     between the two it blends (Llama 3.1's release; transformers 5.17, `modeling_rope_utils.py`). `yarn` does so by the
     number of the pair, between the pairs that turn `beta_fast` and `beta_slow` times (arXiv:2309.00071, section 3.2;
     transformers likewise). `dynamic` raises the base by as much as its longest context needs, none of them slower.
+    `proportional` turns the first pairs alone, as those of the whole head, divided by the factor.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     frequencies = 1.0 / _base(head_dim, config) ** exponents
+    if config.rope_type == "proportional":
+        frequencies[int(config.share * head_dim // 2) :] = 0.0
+        return frequencies / config.factor
     if config.rope_type in ("default", "dynamic"):
         return frequencies
     stretched = frequencies / config.factor
@@ -429,7 +440,10 @@ class SparseMLP:
     def __init__(self, config: ModelConfig, weights: WeightReader, kernels: KernelSet) -> None:
         experts, hidden = config.experts, config.hidden_size
         assert experts is not None
-        norm_weight = read_mlp_norm(config, weights)
+        name = "pre_feedforward_layernorm_2.weight"
+        norm_weight = (
+            read_norm(config, weights, name, hidden) if experts.is_beside_mlp else read_mlp_norm(config, weights)
+        )
         names, num_experts, size = experts.names, experts.num_experts, weights.member.part(experts.intermediate_size)
         is_renamed = names.block != _FUSED_BLOCK and weights.has(f"{_FUSED_BLOCK}gate.weight")
         block = weights.below(_FUSED_BLOCK if is_renamed else names.block)
@@ -441,23 +455,47 @@ class SparseMLP:
         else:
             gate_up = block.expert_weight("experts.{}.", num_experts, (names.gate, names.up), (size, size), hidden)
             down = block.expert_weight("experts.{}.", num_experts, (names.down,), (hidden,), size)
-            products = ExpertWeights(gate_up, down)
+            products = ExpertWeights(gate_up, down, gate=_GATES[config.activation])
         self._experts = kernels.experts(norm_weight, config.rms_norm_eps, router, products)
         self._shared: SharedMLP | None = None
         if experts.shared_size:
             self._shared = SharedMLP(config, experts, block, kernels, norm_weight)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the MLP, [T, H]. Shapes: hidden [T, H], may be overwritten."""
+    def __call__(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the residual stream after the MLP, [T, H].
+
+        Shapes: hidden, residual [T, H], may be overwritten; without a residual `hidden` is it.
+        """
         if self._shared is None:
-            return self._experts(hidden)
+            return self._experts(hidden, residual)
         inner = self._shared.inner(hidden)
-        return self._shared.add(inner, self._experts(hidden))
+        return self._shared.add(inner, self._experts(hidden, residual))
+
+
+class MLPBesideExperts:
+    """hidden + norm(norm(MLP(hidden)) + norm(experts(hidden))): each has norms of its own (Gemma 4).
+
+    The arguments are those of `SparseMLP`.
+    """
+
+    def __init__(self, config: ModelConfig, weights: WeightReader, kernels: KernelSet) -> None:
+        self._mlp = GatedMLP(config, weights, kernels, "post_feedforward_layernorm_1.weight")
+        self._experts = SparseMLP(config, weights, kernels)
+        names = ("post_feedforward_layernorm_2.weight", "post_feedforward_layernorm.weight")
+        norms = [read_norm(config, weights, name, config.hidden_size) for name in names]
+        self._norm_of_experts, self._norm = (kernels.norm(norm, config.rms_norm_eps) for norm in norms)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream after both, [T, H]. Shapes: hidden [T, H]."""
+        added = self._mlp(hidden, torch.zeros_like(hidden))
+        added = added.add_(self._norm_of_experts(self._experts(hidden, torch.zeros_like(hidden))))
+        return hidden + self._norm(added)
 
 
 def _read_router(experts: ExpertConfig, block: WeightReader, hidden_size: int) -> Router:
     """Read what chooses experts, below a layer's MLP."""
-    name, num_experts, bias, correction = experts.names.router, experts.num_experts, None, None
+    names, num_experts, bias, correction, norm_weight, scales = experts.names, experts.num_experts, *(None,) * 4
+    name = names.router
     if any(block.has(f"{name}.{tensor}") for tensor in _QUANTIZED):
         weight = block.weight((name,), (num_experts,), hidden_size).dequantized(block.dtype)
     else:
@@ -465,7 +503,11 @@ def _read_router(experts: ExpertConfig, block: WeightReader, hidden_size: int) -
     if experts.has_pairs:
         bias = block.tensor(f"{name}.bias", num_experts)
     if experts.has_sigmoid:
-        correction = block.tensor(experts.names.correction, num_experts, dtype=torch.float32)
+        correction = block.tensor(names.correction, num_experts, dtype=torch.float32)
+    if names.router_scale is not None:
+        norm_weight = block.tensor(names.router_scale, hidden_size, dtype=torch.float32).mul_(hidden_size**-0.5)
+    if names.expert_scales is not None:
+        scales = block.tensor(names.expert_scales, num_experts, dtype=torch.float32)
     routing = Routing(
         experts.num_chosen,
         experts.normalizes,
@@ -476,7 +518,7 @@ def _read_router(experts: ExpertConfig, block: WeightReader, hidden_size: int) -
         num_ranking=experts.num_ranking,
         scaling=experts.scaling,
     )
-    return Router(weight, routing, bias, correction)
+    return Router(weight, routing, bias, correction, norm_weight, scales)
 
 
 def _read_pairs(experts: ExpertConfig, block: WeightReader, size: Span, hidden_size: int) -> ExpertWeights:

@@ -145,7 +145,7 @@ def _obstacle(config: ModelConfig, count: int) -> str | None:
             sizes["heads"] = layer.num_heads
         elif isinstance(layer, GatedDeltaConfig):
             sizes["heads of keys with a state"] = layer.num_k_heads
-    if experts is None or experts.dense_layers:
+    if experts is None or experts.dense_layers or experts.is_beside_mlp:
         sizes["dimensions of the MLP"] = config.intermediate_size
     if experts is not None:
         sizes["dimensions of an expert"] = experts.intermediate_size

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from raypp.models.config_fields import ConfigFields
 
-RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
-ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
+RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3", "proportional"]
+ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
 _ORIGINAL = "original_max_position_embeddings"
 _MAX = "max_position_embeddings"
 _SETTINGS = Path("the settings")
@@ -63,7 +63,12 @@ class RopeConfig:
     mrope_section: tuple[int, int, int] | None = None
     """Pairs of a head that turn with time, height and width (M-RoPE); None: all with the index alone."""
     share: float = 1.0
-    """Of a head's elements, the leading ones, that are rotated (`partial_rotary_factor`)."""
+    """Of a head's elements, the leading ones, that are rotated (`partial_rotary_factor`); see `pairs_all`."""
+
+    @property
+    def pairs_all(self) -> bool:
+        """Whether pairs lie half a head apart all the same: the first `share` of them turn, as in a whole head."""
+        return self.rope_type == "proportional"
 
 
 def read_rope(
@@ -92,7 +97,7 @@ def read_rope(
     if rope_type not in ROPE_TYPES:
         raise fields.error(f"{name}.rope_type", repr(rope_type), f"one of {', '.join(ROPE_TYPES)}")
     rotated = scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor")
-    if share is None and rotated not in (None, 1, 1.0):
+    if share is None and rotated not in (None, 1, 1.0) and rope_type != "proportional":
         raise fields.error("partial_rotary_factor", rotated, "1: all of a head is rotated")
     if rotated is None:
         rotated = share or 1.0
@@ -103,6 +108,8 @@ def read_rope(
     if rope_type == "default":
         return rope, num_positions
     of_original = fields if fields.get(_ORIGINAL) is not None else scaling  # as transformers has it
+    if rope_type == "proportional":
+        return replace(rope, rope_type="proportional", factor=scaling.number("factor", 1.0)), num_positions
     if rope_type == "llama3":
         return _read_llama3(rope, scaling, of_original), num_positions
     if rope_type == "dynamic":

@@ -159,6 +159,8 @@ def mlp_width(config: ModelConfig) -> int:
         return dense
     experts = config.experts
     sparse = experts.num_chosen * (2 * experts.intermediate_size + config.hidden_size)
+    if experts.is_beside_mlp:  # whose output waits, beside room for that of the experts
+        return max(sparse, dense) + 2 * config.hidden_size
     return max(sparse, dense) if experts.dense_layers else sparse
 
 
@@ -225,8 +227,10 @@ def _products(config: ModelConfig, index: int) -> tuple[list[_Product], list[_Pr
         shared += _gated_mlp(below, ("gate_proj", "down_proj"), hidden, experts.shared_size)
         if experts.has_shared_gate:
             shared.append(_Product(f"{experts.names.block}shared_expert_gate", 1, hidden))
+    if experts is None or experts.is_beside_mlp:
+        shared += _gated_mlp("mlp.", ("gate_proj", "down_proj"), hidden, config.intermediate_size)
     if experts is None:
-        return shared + _gated_mlp("mlp.", ("gate_proj", "down_proj"), hidden, config.intermediate_size), []
+        return shared, []
     names = experts.names
     return shared, _gated_mlp(f"{names.block}experts.0.", (names.gate, names.down), hidden, experts.intermediate_size)
 
@@ -240,7 +244,7 @@ def _gated_mlp(prefix: str, names: tuple[str, str], hidden: int, intermediate: i
 
 
 def _num_other_parameters(config: ModelConfig, index: int) -> int:
-    """Return how many parameters of a layer are never kept quantized: norms, biases, the router, what latents meet."""
+    """Return how many parameters of a layer are never kept quantized: norms, biases, routers, what latents meet."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     attention = config.attention[index]
     count = (4 if config.has_output_norms else 2) * hidden
@@ -258,8 +262,13 @@ def _num_other_parameters(config: ModelConfig, index: int) -> int:
         assert isinstance(attention, GatedDeltaConfig)
         shape = attention.cache
         count += 2 * shape.num_v_heads + shape.v_dim + shape.conv_dim * shape.kernel_size
+    count += config.has_layer_scalars
     experts = config.experts_of(index)
+    if experts is not None and experts.is_beside_mlp:
+        count += 3 * hidden
     if experts is not None:
+        names = experts.names
+        count += hidden * (names.router_scale is not None) + experts.num_experts * (names.expert_scales is not None)
         biases = (1 + 2 * experts.intermediate_size + hidden) * experts.has_pairs
         return count + experts.num_experts * (hidden + experts.has_sigmoid + biases)
     return count + (2 * intermediate + hidden) * config.mlp_bias

@@ -620,9 +620,12 @@ _WATCHED: set[Callable[..., Any]] = set()
 
 
 def _watch_rotation(source: Any) -> None:
-    """Have a module's function that rotates queries and keys leave that to the attention that asks for it."""
+    """Have a module's function that rotates queries and keys leave that to the attention that asks for it.
+
+    Gemma 4's, which rotates one of them at a time, is left alone.
+    """
     rotate = getattr(source, _ROTATION, None)
-    if rotate is None or rotate in _WATCHED:
+    if rotate is None or rotate in _WATCHED or "k" not in inspect.signature(rotate).parameters:
         return
 
     @wraps(rotate)

@@ -191,6 +191,7 @@ class _Decoded(MoeModelOutputWithPast):  # type: ignore[misc]  # transformers ha
     """What any decoder returns."""
 
     cache_params: Any = None
+    shared_kv_states: Any = None
 
 
 class _Given(_InPlaceOf):

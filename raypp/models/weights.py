@@ -199,11 +199,18 @@ def check_tensor(
         )
 
 
+_ONES = (
+    *(f"{norm}.weight" for norm in ("norm", "norm1", "norm2", "norm_1", "norm_2")),
+    *("layer_scalar", "router.scale", "per_expert_scale"),
+)
+
+
 class DummyWeights:
     """Random weights: each tensor depends on the seed and its name alone, so any partition gives the same model.
 
-    Norms are one, everything else is normal with a standard deviation of 0.02. The noise repeats after a prime number
-    of elements, so that large models are made at the speed of copying, yet no two rows of a matrix are alike.
+    Norms and such factors are one, everything else is normal with a standard deviation of 0.02. The noise repeats after
+    a prime number of elements, so that large models are made at the speed of copying, yet no two rows of a matrix are
+    alike.
 
     Args:
         seed: Of all tensors.
@@ -223,7 +230,7 @@ class DummyWeights:
             return own_copy(self.get(name, shape, dtype)[where])
         if not dtype.is_floating_point:
             return torch.zeros(shape, dtype=dtype, device=self._device)
-        if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")):
+        if name.endswith(_ONES):
             return torch.ones(shape, dtype=dtype, device=self._device)
         count = min(math.prod(shape), self._PERIOD)
         noise = torch.randn(count, generator=self._generator(name)).mul_(self._STANDARD_DEVIATION).to(dtype)

@@ -23,6 +23,8 @@ class HeadNorm:
     q_weight: torch.Tensor  # [D]
     k_weight: torch.Tensor  # [D]
     eps: float
+    has_values: bool = False
+    """Whether value heads are normalized, too, without a weight (Gemma 4)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +56,8 @@ class Heads:
     """Leading elements of queries and keys that are rotated; None: `head_dim`."""
     has_gate: bool = False
     """Whether each query head is followed by as many elements, whose sigmoid the head's output is multiplied by."""
+    values_are_keys: bool = False
+    """Whether values are keys before their norm and rotation; then there is no projection of values."""
     has_latents: bool = False
     """Whether the key of the one KV head is its value, and behind it what the cache has as key: see `LatentHeads`."""
 
@@ -70,6 +74,13 @@ class Heads:
     def value_dim(self) -> int:
         """Dv."""
         return self.head_dim if self.v_dim is None else self.v_dim
+
+    @cached_property
+    def width(self) -> int:
+        """Elements of a token's projection."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        values = 0 if self.values_are_keys else self.num_kv_heads * self.value_dim
+        return queries * (1 + self.has_gate) + keys + values
 
     @cached_property
     def kind(self) -> HeadsKind:

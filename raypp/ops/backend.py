@@ -13,7 +13,7 @@ Two sets exist: that of `raypp.ops.cpu.torch_kernels` runs everywhere, and is th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -88,9 +88,9 @@ class Attention(Protocol):
     ) -> torch.Tensor:
         """Return the output, [T, Hq * Dv]; in `out` if that is given.
 
-        Shapes: qkv [T, (Hq + Hk) * Dk + Hk * Dv]: queries, keys, values; with gates one of Dk elements behind each head
-        of queries; rope: the step's, of the same kernel set. T may be more than the batch's tokens: the rest of `out`
-        is left alone. What a row computes past the end of its block table is finite, meaningless and never read.
+        Shapes: qkv [T, `Heads.width`]: queries, keys, values that are not keys; with gates one of Dk elements behind
+        each head of queries; rope: the step's, of the same kernel set. T may be more than the batch's tokens: the rest
+        of `out` is left alone. What a row computes behind its block table is finite, meaningless and never read.
         """
 
     def append(self, qkv: torch.Tensor, rope: Rotation, cache: LayerCache, slot_mapping: torch.Tensor) -> None:
@@ -146,17 +146,19 @@ class GatedDelta(Protocol):
 
 @dataclass(frozen=True)
 class Gate:
-    """How the two halves of an expert's first product become one: (up + offset) * gate * sigmoid(alpha * gate).
+    """How two halves of a product become one: (up + offset) * gate * sigmoid(alpha * (gate + cubic * gate^3)).
 
     Args:
         alpha: See above.
         limit: The most of a gate, and of up in both directions; None: any.
         offset: See above.
+        cubic: See above. Of `GELU`: its tanh is a sigmoid of twice as much.
     """
 
     alpha: float = 1.0
     limit: float | None = None
     offset: float = 0.0
+    cubic: float = 0.0
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Return both as one, of their type. Shapes: alike."""
@@ -164,17 +166,14 @@ class Gate:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         if self == SILU:
             return F.silu(gate) * up
-        return (up + self.offset) * (gate * torch.sigmoid(gate * self.alpha))
+        if self == GELU:
+            return F.gelu(gate, approximate="tanh") * up
+        return (up + self.offset) * (gate * torch.sigmoid((gate + self.cubic * gate**3) * self.alpha))
 
 
 SILU = Gate()
-GateFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From a gate and what it is for to both as one, of their type. Shapes: alike."""
-
-
-def gelu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return gelu(gate) * up, with the tanh that stands for the normal distribution (Gemma)."""
-    return F.gelu(gate, approximate="tanh") * up
+GELU = Gate(alpha=2.0 * math.sqrt(2.0 / math.pi), cubic=0.044715)
+"""With the tanh that stands for the normal distribution (Gemma)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,7 +251,7 @@ class KernelSet(Protocol):
         eps: float,
         weight: Weight,
         bias: torch.Tensor | None = None,
-        gate: GateFunction = SILU,
+        gate: Gate = SILU,
     ) -> Projection:
         """Return x -> gate(a, b) of the halves a and b of norm(x) W^T + b, as a rule silu(a) * b.
 
@@ -276,6 +275,8 @@ class KernelSet(Protocol):
 
     def experts(self, norm_weight: torch.Tensor, eps: float, router: Router, weights: ExpertWeights) -> Experts:
         """Return x -> x + sum of w_e down_e(gate(gate_e(n), up_e(n))) over a token's experts e, with n = norm(x).
+
+        The router may have a norm of x of its own, of the same epsilon.
 
         The host never knows the routing, so a CUDA graph can hold it at every decode size. Shapes: norm_weight [H].
         """
@@ -358,14 +359,19 @@ class Router:
     routing: Routing
     bias: torch.Tensor | None = None  # [E], of the logits
     correction: torch.Tensor | None = None  # [E] float32: added to the scores for the choice, not for the weights
+    norm_weight: torch.Tensor | None = None  # [H], of the norm of what it sees; None: it sees what the experts see
+    expert_scales: torch.Tensor | None = None  # [E] float32: what the weight of an expert is multiplied by at last
 
 
 def choose_experts(
-    logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None
+    logits: torch.Tensor,
+    routing: Routing,
+    correction: torch.Tensor | None = None,
+    expert_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each token's experts, [T, k] int64, the best first, and their weights, [T, k] float32.
 
-    Shapes: logits [T, E] of any float type; correction as in `Router`. Of equal scores the expert with the lower number
+    Shapes: logits [T, E] of any float type; the others as in `Router`. Of equal scores the expert with the lower number
     comes first. Nothing is asked of the device.
     """
     scores = torch.sigmoid(logits.float()) if routing.has_sigmoid else torch.softmax(logits.float(), -1)
@@ -380,7 +386,8 @@ def choose_experts(
     weights = scores.gather(1, experts)
     if routing.normalizes:
         weights = weights / weights.sum(-1, keepdim=True)
-    return experts, weights if routing.scaling == 1.0 else weights * routing.scaling
+    weights = weights if routing.scaling == 1.0 else weights * routing.scaling
+    return experts, weights if expert_scales is None else weights * expert_scales[experts]
 
 
 def _hashed(logits: torch.Tensor) -> torch.Tensor:

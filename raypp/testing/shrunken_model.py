@@ -71,6 +71,8 @@ SIZES: dict[str, Any] = {
 """What fields of a configuration become, where it has them."""
 _OF_STATE_SPACES = {"state_size": 16, "num_heads": 8, "time_step_rank": 8}
 """The same, where it has the first: others mean other things by these names."""
+_WIDE = {"head_dim": 32, "num_key_value_heads": 1}
+"""Of layers that differ from the others."""
 _OPTIONAL = ("sliding_window", "q_lora_rank")
 _MATRIX_STD, _VECTOR_STD = 0.15, 0.5  # large enough that texts vary
 
@@ -83,6 +85,9 @@ def shrunken_config(config: Any, *, num_layers: int | None = None, **values: Any
         num_layers: As many of its layers, of all kinds in turn; None: all of them, as they are.
         values: Fields to set besides.
     """
+    config, of_layers = copy.deepcopy(config), _differing_layers(config, num_layers)
+    if hasattr(config, "per_layer_config"):
+        config.per_layer_config = None
     new = copy.deepcopy(config)
     if hasattr(new, "quantization_config"):  # a random model has no weights of few bits
         del new.quantization_config
@@ -102,10 +107,32 @@ def shrunken_config(config: Any, *, num_layers: int | None = None, **values: Any
         chosen["rope_parameters"] = _narrow_rope(rope)
     if num_layers is not None:
         chosen |= _of_layers(config, num_layers)
+    if of_layers:
+        chosen["per_layer_config"] = of_layers
     for name, value in (chosen | values).items():
         setattr(new, name, value)
     new.dtype = torch.float32
     return new
+
+
+def _differing_layers(config: Any, num_layers: int | None) -> dict[int, dict[str, Any]]:
+    """Return what transformers' `per_layer_config` says of layers that differ from others in sizes, narrow (Gemma 4).
+
+    Of fewer layers each has what the first of its kind has.
+    """
+    if not getattr(config, "is_heterogeneous", False):
+        return {}
+    said = {int(layer): values for layer, values in config.to_dict()["per_layer_config"].items()}
+    kinds = config.layer_types
+    firsts = list(range(config.num_hidden_layers))
+    if num_layers is not None:
+        in_turn = list(dict.fromkeys(kinds))
+        firsts = [kinds.index(in_turn[index % len(in_turn)]) for index in range(num_layers)]
+    return {
+        index: {name: _WIDE.get(name, value) for name, value in said[layer].items()}
+        for index, layer in enumerate(firsts)
+        if layer in said
+    }
 
 
 def _of_layers(config: Any, num_layers: int) -> dict[str, Any]:

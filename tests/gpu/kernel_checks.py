@@ -20,7 +20,7 @@ from scipy import stats
 
 from raypp.ops import vision
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Span
-from raypp.ops.backend import ExpertWeights, Gate, KernelSet, Router, Routing, choose_experts
+from raypp.ops.backend import GELU, SILU, ExpertWeights, Gate, KernelSet, Router, Routing, choose_experts
 from raypp.ops.block_store import Planes, TorchBlockMover
 from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.cpu.torch_gated_delta import TorchGatedDelta
@@ -252,14 +252,18 @@ def check_heads(
     v_dim: int | None = None,
     rotary_dim: int | None = None,
     has_gate: bool = False,
+    values_are_keys: bool = False,
 ) -> None:
-    """Norm, rotation and append, at positions up to 100,000; with scales to a cache in 8 bits."""
+    """Norm, rotation and append, at positions up to 100,000; with scales to a cache in 8 bits.
+
+    Values that are keys have a norm, too.
+    """
     kernels = Kernels(dtype, seed=num_tokens)
-    norm = HeadNorm(kernels.normal(head_dim), kernels.normal(head_dim), 1e-6) if has_norm else None
-    others = {"rotary_dim": rotary_dim, "has_gate": has_gate}
+    norm = HeadNorm(kernels.normal(head_dim), kernels.normal(head_dim), 1e-6, values_are_keys) if has_norm else None
+    others = {"rotary_dim": rotary_dim, "has_gate": has_gate, "values_are_keys": values_are_keys}
     heads = made_heads(num_heads, num_kv_heads, head_dim, norm, scales, v_dim=v_dim, **others)
     block_size, num_blocks = 16, 1 + num_tokens
-    qkv = kernels.normal(num_tokens, qkv_width(heads))
+    qkv = kernels.normal(num_tokens, heads.width)
     positions = torch.tensor([kernels.rng.choice((0, 1, 77, 4095, 100_000)) for _ in range(num_tokens)], device=DEVICE)
     slots = kernels.rng.sample(range(block_size, num_blocks * block_size), num_tokens)
     slot_mapping = torch.tensor(slots, dtype=torch.int64, device=DEVICE)
@@ -279,11 +283,6 @@ def check_heads(
         gated = (got.float() * torch.sigmoid(gates.float())).to(dtype)
         gate_heads_(got, qkv, kernels.device)
         kernels.assert_close(got, gated)
-
-
-def qkv_width(heads: Heads) -> int:
-    queries = heads.num_heads * heads.head_dim * (1 + heads.has_gate)
-    return queries + heads.num_kv_heads * (heads.head_dim + heads.value_dim)
 
 
 def check_gated_delta(
@@ -425,9 +424,13 @@ def check_fused_decode(
     scales: Scales | None = None,
     **settings: Any,
 ) -> None:
-    """Attention from the projection on, against norm, rotation and append, then attention."""
+    """Attention from the projection on, against norm, rotation and append, then attention.
+
+    Values that are keys have a norm, too.
+    """
     kernels = Kernels(dtype, seed=len(seq_lens))
-    norm = HeadNorm(kernels.normal(head_dim), kernels.normal(head_dim), 1e-6) if has_norm else None
+    of_values = settings.get("values_are_keys", False)
+    norm = HeadNorm(kernels.normal(head_dim), kernels.normal(head_dim), 1e-6, of_values) if has_norm else None
     heads = made_heads(num_heads, num_kv_heads, head_dim, norm, scales, **settings)
     sizes = num_heads, num_kv_heads, head_dim, query_len
     decode = TritonDecode(*sizes, kernels.device, kernels.workspace, heads.value_dim)
@@ -437,7 +440,7 @@ def check_fused_decode(
     positions = torch.cat([torch.arange(length - query_len, length) for length in seq_lens]).to(DEVICE)
     rows = torch.arange(len(seq_lens), device=DEVICE).repeat_interleave(query_len)
     slot_mapping = tables[rows, positions // block_size].long() * block_size + positions % block_size
-    qkv = kernels.normal(len(q), qkv_width(heads))
+    qkv = kernels.normal(len(q), heads.width)
     frequencies = (1.0 / 10000.0 ** (torch.arange(0, head_dim, 2) / head_dim)).to(DEVICE)
     poison(cache, [length - query_len for length in seq_lens], tables)  # the step's own are still to be written
     cache = cache if scales is None else of_sides(to_fp8, cache)
@@ -537,7 +540,7 @@ def check_mixed_step(
     batch, cache = prefill_batch(kernels, prefill, heads, block_size)
     batch.prefill_spans = spans
     num_tokens = len(batch.slot_mappings[0])
-    qkv = kernels.normal(num_tokens, qkv_width(heads))
+    qkv = kernels.normal(num_tokens, heads.width)
     positions = torch.randint(0, 4000, (num_tokens,), device=DEVICE)
     frequencies = 1.0 / 1e6 ** (torch.arange(0, heads.head_dim, 2, device=DEVICE) / heads.head_dim)
     expected_cache = of_sides(torch.clone, cache)
@@ -1209,8 +1212,12 @@ def check_experts(
     has_zero: bool = False,
     normalizes: bool = True,
     same_experts: bool = False,
+    is_gemma: bool = False,
 ) -> None:
-    """The sparse MLP equals its twin; a row of no numbers changes no other; the bits are the same every time."""
+    """The sparse MLP equals its twin; a row of no numbers changes no other; the bits are the same every time.
+
+    Gemma's gate is GELU, its router has a norm of its own, and a factor for each expert's weight.
+    """
     kernels = Kernels(dtype, seed=num_tokens)
     experts, hidden, intermediate = shape.num_experts, shape.hidden, shape.intermediate
     x, norm_weight = kernels.normal(num_tokens, hidden), 1 + kernels.normal(hidden, scale=0.1)
@@ -1219,15 +1226,18 @@ def check_experts(
         x = x[:1].repeat(num_tokens, 1)
     gate_up = random_weight(kernels, (experts, 2 * intermediate, hidden), shape.kinds[0], blocks[0], has_zero)
     down = random_weight(kernels, (experts, hidden, intermediate), shape.kinds[1], blocks[1], has_zero)
-    routing = Routing(shape.num_chosen, normalizes)
+    routing, gate = Routing(shape.num_chosen, normalizes), GELU if is_gemma else SILU
+    of_router = 1 + kernels.normal(hidden, scale=0.1).float() if is_gemma else None
+    scales = 1 + kernels.normal(experts, scale=0.3).float() if is_gemma else None
     kernel_set = CudaKernels(DEVICE, dtype, block_size=16, max_query_len=1, num_ring_entries=1)
-    layer = kernel_set.experts(norm_weight, 1e-6, Router(router, routing), ExpertWeights(gate_up, down))
+    chooses = Router(router, routing, None, None, of_router, scales)
+    layer = kernel_set.experts(norm_weight, 1e-6, chooses, ExpertWeights(gate_up, down, gate=gate))
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         return layer(rows.clone()) if cut is None else layer.run(rows.clone(), cut)
 
     matrices = (weight.dequantized(torch.float32) for weight in (gate_up, down))
-    expected = reference.experts(x, norm_weight, 1e-6, router, *matrices, routing)
+    expected = reference.experts(x, norm_weight, 1e-6, router, *matrices, routing, gate, of_router, scales)
     got = run(x)
     assert got.isfinite().all()
     assert got.dtype == dtype

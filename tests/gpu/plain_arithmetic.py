@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops.backend import SILU, ExpertWeights, Router
+from raypp.ops.backend import ExpertWeights, Router
 from raypp.ops.cpu.torch_kernels import RMSNorm, TorchChosenExperts, TorchExperts, TorchKernels
 from raypp.ops.cuda.experts import ExpertShape, choose_cut
 from raypp.ops.cuda.kernel_launch import Device
@@ -52,8 +52,8 @@ class PlainArithmetic(TorchKernels):
         """Return the sparse MLP of a layer. Where kernels take tiles of tokens, these have 8 bits before FP8."""
         gate_up, down = weights.gate_up, weights.down
         assert weights.gate_up_bias is None
-        assert weights.gate == SILU
         norm, kinds = RMSNorm(norm_weight, eps), (gate_up.kind, down.kind)
+        of_router = None if router.norm_weight is None else RMSNorm(router.norm_weight, eps)
         matrices = [weight.dequantized(torch.float32).unbind() for weight in (gate_up, down)]
 
         def built(blocks: list[int]) -> TorchExperts:
@@ -61,7 +61,7 @@ class PlainArithmetic(TorchKernels):
                 [PlainLinear(matrix, None, block, 0 if block else _ANY_ROWS) for matrix in of_weight]
                 for of_weight, block in zip(matrices, blocks, strict=True)
             ]
-            return TorchExperts(norm, router, TorchChosenExperts(*both, SILU))
+            return TorchExperts(norm, router, TorchChosenExperts(*both, weights.gate), of_router)
 
         num_chosen = router.routing.num_chosen
         shape = ExpertShape(down.num_outputs, down.num_inputs, len(down.data), num_chosen, kinds)
@@ -109,10 +109,10 @@ class PlainExperts:
         self._shape = shape
         self._device = device
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return the residual stream after the MLP, [T, H]."""
         cut = choose_cut(len(hidden), self._shape, self._device)
-        return (self._in_tiles if cut.tile_rows else self._few)(hidden)
+        return (self._in_tiles if cut.tile_rows else self._few)(hidden, residual)
 
 
 def in_8_bits(x: torch.Tensor, block: int) -> torch.Tensor:

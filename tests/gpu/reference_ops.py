@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from raypp.ops.attention import Heads
-from raypp.ops.backend import Routing, choose_experts
+from raypp.ops.backend import SILU, Gate, Routing, choose_experts
 from raypp.ops.cuda.cuda_kernels import plain_rms_norm as rms_norm
 from raypp.ops.cuda.cuda_kernels import plain_silu_and_mul as silu_and_mul
 from raypp.ops.kv_cache import LayerCache
@@ -120,13 +120,15 @@ def append_heads(
 ) -> torch.Tensor:
     """Normalize and rotate the heads of a projection, write keys and values to their slots; return q, [T, Hq, D].
 
-    Shapes: qkv [T, (Hq + Hk) * Dk + Hk * Dv]; positions, slot_mapping [T]. Computed in float32, rounded once.
+    Shapes: qkv [T, `heads.width`]; positions, slot_mapping [T]. Computed in float32, rounded once.
     """
     num_heads, num_kv_heads, dtype = heads.num_heads, heads.num_kv_heads, qkv.dtype
     if heads.has_gate:
         width = 2 * num_heads * heads.head_dim
         queries = qkv[:, :width].unflatten(1, (num_heads, 2, heads.head_dim))[:, :, 0]
         qkv = torch.cat((queries.flatten(1), qkv[:, width:]), 1)
+    if heads.values_are_keys:
+        qkv = torch.cat((qkv, qkv[:, num_heads * heads.head_dim :]), 1)
     widths = num_heads * heads.head_dim, num_kv_heads * heads.head_dim, num_kv_heads * heads.value_dim
     counts = num_heads, num_kv_heads, num_kv_heads
     parts = zip(qkv.float().split_with_sizes(widths, 1), counts, strict=True)
@@ -134,6 +136,7 @@ def append_heads(
     if heads.norm is not None:
         q = rms_norm(q, heads.norm.q_weight, heads.norm.eps)
         k = rms_norm(k, heads.norm.k_weight, heads.norm.eps)
+        v = rms_norm(v, None, heads.norm.eps) if heads.norm.has_values else v
     rotated = heads.rotary_dim or heads.head_dim
     q, k = (
         torch.cat((apply_rotary(x[..., :rotated], positions, inverse_frequencies), x[..., rotated:]), -1).to(dtype)
@@ -206,16 +209,21 @@ def experts(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     routing: Routing,
+    gate: Gate = SILU,
+    norm_of_router: torch.Tensor | None = None,
+    expert_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return hidden + the weighted sum of each token's experts, [T, H] float32; token by token in float32.
 
-    Shapes: hidden [T, H]; norm_weight [H]; router [E, H]; gate_up [E, 2 I, H]; down [E, H, I].
+    Shapes: hidden [T, H]; norm_weight [H]; router [E, H]; gate_up [E, 2 I, H]; down [E, H, I]; the others as in
+    `raypp.ops.backend.Router`.
     """
     normed = rms_norm(hidden.float(), norm_weight, eps)
-    chosen, weights = choose_experts(normed @ router.float().T, routing)
+    seen = normed if norm_of_router is None else rms_norm(hidden.float(), norm_of_router, eps)
+    chosen, weights = choose_experts(seen @ router.float().T, routing, None, expert_scales)
     out = hidden.float().clone()
     for token, (own, own_weights) in enumerate(zip(chosen.tolist(), weights, strict=True)):
         for expert, weight in zip(own, own_weights, strict=True):
-            y = silu_and_mul((normed[token] @ gate_up[expert].float().T)[None])
+            y = gate(*(normed[token] @ gate_up[expert].float().T)[None].chunk(2, -1))
             out[token] += weight * (y @ down[expert].float().T)[0]
     return out

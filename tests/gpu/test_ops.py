@@ -49,6 +49,7 @@ KINDS = [
     ((64, 4, 192), {"v_dim": 128, "window": 128, "has_sinks": True}),  # MiMo: 16 query heads per KV head
     ((8, 2, 512), {"soft_cap": 30.0}),
     ((16, 1, 512), {"window": 100}),
+    ((32, 4, 512), {"scale": 1 / 16}),  # Gemma 4, with a scale for keys that have no norm
 ]
 """Heads, and settings of `kernel_checks.made_heads`."""
 needs_flashinfer = pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer-python is not installed")
@@ -89,6 +90,15 @@ def test_heads(heads, num_tokens, has_norm):
 @pytest.mark.parametrize("heads", [(24, 4, 256), (16, 2, 256)], ids=str)
 def test_heads_that_are_rotated_in_part_and_gated(heads, num_tokens):
     checks.check_heads(BF16, num_tokens, *heads, True, rotary_dim=64, has_gate=True)
+
+
+@pytest.mark.parametrize("scales", [None, (0.5, 2.0)], ids=["16 bits", "fp8_kv"])
+@pytest.mark.parametrize("heads", [(32, 4, 512), (16, 2, 512)], ids=str)
+def test_values_that_are_keys(heads, scales):
+    for num_tokens in (1, 19, 260):
+        checks.check_heads(BF16, num_tokens, *heads, True, scales, values_are_keys=True)
+    for seq_lens, query_len in (([700], 1), ([700, 33, 9], 5)):
+        checks.check_fused_decode(BF16, seq_lens, query_len, *heads, True, scales=scales, values_are_keys=True)
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
@@ -164,6 +174,13 @@ def test_experts_in_fewer_bits(kind, block, num_tokens):
 @pytest.mark.parametrize("kind", ["plain", "fp4"])
 def test_experts_with_biases_and_limits(kind, num_tokens):
     checks.check_chosen_experts(BF16, num_tokens, ExpertShape(2880, 2880, 32, 4, (kind, kind)))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 40, 700])
+def test_experts_of_gemma(num_tokens):
+    for kinds, block in ((("plain", "plain"), (1, 1)), (("int4", "int4"), (1, 32)), (("fp8", "fp8"), (128, 128))):
+        shape = ExpertShape(2816, 704, 128, 8, kinds)
+        checks.check_experts(BF16, num_tokens, shape, blocks=(block, block), is_gemma=True)
 
 
 @pytest.mark.parametrize("tile_rows", [0, 8, 16, 64])
@@ -492,7 +509,7 @@ def _decode_chain(kernels, num_layers, num_rows, hidden=1024, intermediate=3072,
         _, cache, lens, tables = checks.decode_step(kernels, [100] * num_rows, 1, Heads(*heads), BLOCK_SIZE)
         caches.append(cache)
         weights = {
-            "qkv": kernels.normal(checks.qkv_width(layer_heads), hidden, scale=0.02),
+            "qkv": kernels.normal(layer_heads.width, hidden, scale=0.02),
             "output": kernels.normal(hidden, heads[0] * head_dim, scale=0.02),
             "gate_up": kernels.normal(2 * intermediate, hidden, scale=0.02),
             "down": kernels.normal(hidden, intermediate, scale=0.02),

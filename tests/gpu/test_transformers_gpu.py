@@ -42,7 +42,17 @@ TYPES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64, "head_dim": 16},
 }
 NATIVE = {name: TYPES[name] for name in ("gemma3_text", "gpt_oss", "glm4_moe", "deepseek_v3")} | {
-    "minimax_m2": {"head_dim": 64}
+    "minimax_m2": {"head_dim": 64},
+    "gemma4_text": {
+        "head_dim": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "per_layer_config": {index: {"head_dim": 512, "num_key_value_heads": 1} for index in (1, 3)},
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
 }
 """Types with layers of raypp's own some of whose parts have no kernel."""
 OF_STATES: dict[str, dict[str, Any]] = {

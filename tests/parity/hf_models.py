@@ -21,11 +21,13 @@ import transformers  # its classes are imported where they are used: that takes 
 DENSE_FAMILIES = ("qwen3", "qwen2", "llama")
 EXPERT_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "minimax_m2")
 FAMILIES = DENSE_FAMILIES + EXPERT_FAMILIES
-WINDOW_FAMILIES = ("mistral", "ministral", "gpt_oss", "gemma2", "gemma3")
+WINDOW_FAMILIES = ("mistral", "ministral", "gpt_oss", "gemma2", "gemma3", "gemma4", "gemma4_moe")
 """With a window: in all layers, and in some."""
 LATENT_FAMILIES = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite")
 """Keys and values are made of latents."""
 GEMMA = ("gemma2", "gemma3")
+GEMMA4 = ("gemma4", "gemma4_moe")
+"""The same classes of transformers, dense and with experts beside the MLP."""
 STATE_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Gated delta nets, and gated attention in some of the layers."""
 
@@ -49,6 +51,8 @@ _ARCHITECTURES = {
     "gpt_oss": "GptOss",
     "gemma2": "Gemma2",
     "gemma3": "Gemma3",
+    "gemma4": "Gemma4",
+    "gemma4_moe": "Gemma4",
     "glm4_moe": "Glm4Moe",
     "deepseek_v3": "DeepseekV3",
     "deepseek_v2": "DeepseekV2",
@@ -68,6 +72,8 @@ _WEIGHT_SCALES = {
     "gpt_oss": (0.2, 0.25, 0.3),
     "gemma2": (0.2, 0.25, 0.3),
     "gemma3": (0.2, 0.25, 0.3),
+    "gemma4": (0.2, 0.25, 0.3),
+    "gemma4_moe": (0.2, 0.25, 0.3),
     "glm4_moe": (0.2, 0.25, 0.3),
     "minimax_m2": (0.2, 0.25, 0.3),
     "deepseek_v3": (0.2, 0.25, 0.3),
@@ -100,14 +106,14 @@ def make_checkpoint(family: str, seed: int, directory: Path, *, min_layers: int 
     Weights are large enough, norms and biases random enough, that greedy continuations vary and near-ties are rare.
     """
     name = _ARCHITECTURES[family]
-    of_config = "TextConfig" if family.startswith(("qwen3_5", "gemma3")) else "Config"
+    of_config = "TextConfig" if family.startswith(("qwen3_5", "gemma3", "gemma4")) else "Config"
     config_class, model_class = (getattr(transformers, name + end) for end in (of_config, "ForCausalLM"))
     choices = _configuration(family, seed, min_layers) | others
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = model_class(config_class(**choices))
         _randomize(model, adds_one=family in (*STATE_FAMILIES, *GEMMA))
-        if family in GEMMA:  # else its scaled embedding, once more the LM head, says again what was said
+        if family in (*GEMMA, *GEMMA4):  # else its scaled embedding, once more the LM head, says again what was said
             model.model.embed_tokens.weight.data.mul_(0.25)
     # Most are float32: rounding to 16 bits makes equal logits likelier.
     dtype = (torch.float32, torch.bfloat16, torch.float32, torch.float16)[seed % 4]
@@ -128,7 +134,9 @@ def sizes_for_members(family: str, count: int, seed: int) -> dict[str, Any]:
     }
     if family in STATE_FAMILIES:
         sizes |= {"linear_num_key_heads": 12, "linear_num_value_heads": 12}
-    if family in ("qwen3_moe", "qwen3_5_moe", "qwen3_next", "glm4_moe"):
+    if family in GEMMA4:
+        sizes |= {"num_global_key_value_heads": (1, 12, 3 if count == 3 else 2)[seed % 3]}
+    if family in ("qwen3_moe", "qwen3_5_moe", "qwen3_next", "glm4_moe", "gemma4_moe"):
         sizes |= {"moe_intermediate_size": 48}
     if family in ("qwen3_5_moe", "qwen3_next"):
         sizes |= {"shared_expert_intermediate_size": 24}
@@ -174,7 +182,7 @@ def _configuration(family: str, seed: int, min_layers: int) -> dict[str, Any]:
         choices |= {"sliding_window": rng.choice((1, 3, 8, 21, 64))}
         if family == "gpt_oss":
             choices |= _experts(family, seed)
-    elif family not in ("qwen2", "mixtral", "minimax_m2"):
+    if family not in ("qwen2", "mixtral", "minimax_m2", *WINDOW_FAMILIES) or family in GEMMA4:
         choices |= {"attention_bias": seed % 3 == 2}
     if family in EXPERT_FAMILIES:
         choices |= _experts(family, seed)
@@ -189,6 +197,8 @@ def _configuration(family: str, seed: int, min_layers: int) -> dict[str, Any]:
         choices |= {"attn_logit_softcapping": rng.choice((2.0, 50.0))}
     if family == "gemma3":
         choices |= {"sliding_window_pattern": 2 + seed % 2}
+    if family in GEMMA4:
+        return choices | _gemma4(family, seed, choices)
     if family == "llama":
         choices |= {"mlp_bias": seed % 5 == 2}
     if family in STATE_FAMILIES:
@@ -215,6 +225,33 @@ def _configuration(family: str, seed: int, min_layers: int) -> dict[str, Any]:
         rope.pop("truncate", None)  # transformers looks for it outside of a kind's parameters
         return choices | {"rope_parameters": {"full_attention": rope, "sliding_attention": _LOCAL_ROPE}}
     return choices | {"rope_parameters": rope}
+
+
+def _gemma4(family: str, seed: int, choices: dict[str, Any]) -> dict[str, Any]:
+    """Return what Gemma 4 has: heads of other sizes and numbers in global layers, whose values mostly are keys."""
+    rng, num_layers, num_heads = (
+        random.Random(f"{family}-own-{seed}"),
+        *map(choices.__getitem__, ("num_hidden_layers", "num_attention_heads")),
+    )
+    kinds = ["sliding_attention"] * num_layers
+    for index in {seed % num_layers, num_layers - 1}:
+        kinds[index] = "full_attention"
+    rope = {"rope_type": "proportional", "rope_theta": choices.pop("rope_theta"), "partial_rotary_factor": 0.25}
+    rope |= ({}, {"partial_rotary_factor": 0.5, "factor": 2.0})[seed % 3 == 0]
+    own: dict[str, Any] = {
+        "layer_types": kinds,
+        "global_head_dim": rng.choice((32, 48)),
+        "num_global_key_value_heads": rng.choice([n for n in (1, 2, num_heads) if num_heads % n == 0]),
+        "attention_k_eq_v": seed % 4 != 2,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": (None, 3.0)[seed % 2],
+        "rope_parameters": {"full_attention": rope, "sliding_attention": _LOCAL_ROPE},
+    }
+    if family == "gemma4_moe":
+        num_experts, num_chosen = _EXPERTS[seed % 5]
+        own |= {"enable_moe_block": True, "num_experts": num_experts, "top_k_experts": num_chosen}
+        own |= {"moe_intermediate_size": (24, 40)[seed % 2]}
+    return own
 
 
 def _latents(family: str, seed: int) -> dict[str, Any]:
@@ -291,7 +328,7 @@ def _experts(family: str, seed: int) -> dict[str, Any]:
 def _randomize(model: Any, *, adds_one: bool = False) -> None:
     """Make visible what initialization hides: norms are not one, biases not zero."""
     for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "router.scale", "per_expert_scale")):
             around = 0.0 if adds_one and not name.endswith("linear_attn.norm.weight") else 1.0
             parameter.copy_(around + 0.3 * torch.randn_like(parameter))
         elif name.endswith("conv1d.weight"):
@@ -303,11 +340,18 @@ def _randomize(model: Any, *, adds_one: bool = False) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.3 * torch.randn_like(buffer))
+        elif name.endswith("layer_scalar"):
+            buffer.copy_(1.0 + 0.3 * torch.rand_like(buffer))
 
 
 def _write_published_form(file: Path) -> None:
     """Rewrite config.json as checkpoints had it before transformers 5."""
     values = json.loads(file.read_text())
+    if values["model_type"] == "gemma4_text":  # whose ropes are as here
+        own = values.pop("per_layer_config").popitem()[1]
+        values |= {"global_head_dim": own["head_dim"], "num_global_key_value_heads": own.get("num_key_value_heads")}
+        file.write_text(json.dumps(values, indent=2))
+        return
     rope = values.pop("rope_parameters")
     if "sliding_attention" in rope:
         values["rope_local_base_freq"] = rope.pop("sliding_attention")["rope_theta"]

@@ -32,7 +32,7 @@ LENGTH = sized(1500, 5000)
 NUM_NEW_TOKENS = sized(32, 40)
 KINDS = (*WINDOW_FAMILIES, *LATENT_FAMILIES, "mixed")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
-IN_CI = (("gpt_oss", ""), ("gemma3", "ngram"), ("mixed", "ngram"), ("deepseek_v3", "ngram"))
+IN_CI = (("gpt_oss", ""), ("gemma3", "ngram"), ("gemma4_moe", "ngram"), ("mixed", "ngram"), ("deepseek_v3", "ngram"))
 
 
 @pytest.fixture(autouse=True)

@@ -36,7 +36,7 @@ def test_steps_of_recordings_wait_for_nothing(rows):
 IN_CI = ("waits", "mxfp4 and full", "own_layers and minimax_m2 and full")
 OTHERS = (
     *(f"test_tokens_are_transformers and {name}-full" for name in ("gemma3_text", "glm4_moe", "qwen3_moe")),
-    *(f"own_layers and {name} and full" for name in ("gemma3_text", "glm4_moe", "gpt_oss")),
+    *(f"own_layers and {name} and full" for name in ("gemma3_text", "gemma4_text", "glm4_moe", "gpt_oss")),
 )
 
 

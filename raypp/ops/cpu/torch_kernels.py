@@ -16,7 +16,6 @@ from raypp.ops.backend import (
     AddedProjection,
     ExpertWeights,
     Gate,
-    GateFunction,
     JoinedProjection,
     LMHead,
     Projection,
@@ -90,7 +89,7 @@ class TorchKernels:
         eps: float,
         weight: Weight,
         bias: torch.Tensor | None = None,
-        gate: GateFunction = SILU,
+        gate: Gate = SILU,
     ) -> Projection:
         norm, linear = RMSNorm(norm_weight, eps), self.linear(weight, bias)
         if gate == SILU:
@@ -116,7 +115,8 @@ class TorchKernels:
         return x
 
     def experts(self, norm_weight: torch.Tensor, eps: float, router: Router, weights: ExpertWeights) -> TorchExperts:
-        return TorchExperts(RMSNorm(norm_weight, eps), router, self.chosen_experts(weights))
+        of_router = None if router.norm_weight is None else RMSNorm(router.norm_weight, eps)
+        return TorchExperts(RMSNorm(norm_weight, eps), router, self.chosen_experts(weights), of_router)
 
     def chosen_experts(self, weights: ExpertWeights) -> TorchChosenExperts:
         gate_ups, downs = (
@@ -175,6 +175,9 @@ class TorchAttention:
         self._head_split = (num_heads, num_kv_heads)
         self._heads = heads
         self._norm: RMSNorm | None = None
+        self._value_norm: RMSNorm | None = None
+        if norm is not None and norm.has_values:
+            self._value_norm = RMSNorm(torch.ones_like(norm.k_weight), norm.eps)
         if norm is not None:  # one weight per head: both norms are one call
             q_weight = norm.q_weight.expand(num_heads, heads.head_dim)
             k_weight = norm.k_weight.expand(num_kv_heads, heads.head_dim)
@@ -210,12 +213,17 @@ class TorchAttention:
 
     def _make_heads(self, qkv: torch.Tensor, rope: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries and keys, normalized and rotated, and values, each [T, heads, D]."""
-        if self._heads.value_dim == self._heads.head_dim:
+        if self._heads.values_are_keys:
+            qk = qkv.unflatten(1, (-1, self._heads.head_dim))
+            v = qk[:, self._head_split[0] :]
+        elif self._heads.value_dim == self._heads.head_dim:
             qk, v = qkv.view(self._qkv_shape).split_with_sizes(self._qk_v_split, 1)
         else:
             qk, v = qkv.split_with_sizes(self._qk_v_widths, 1)
             qk = qk.unflatten(1, (-1, self._heads.head_dim))
             v = v.unflatten(1, (-1, self._heads.value_dim))
+        if self._value_norm is not None:
+            v = self._value_norm(v)
         if self._norm is not None:
             qk = self._norm(qk)
         rotary_dim = self._heads.rotary_dim
@@ -318,10 +326,14 @@ class TorchExperts:
         norm: Of the tokens.
         router: Chooses them.
         products: Of the experts.
+        norm_of_router: Of the tokens, for the router; None: the same.
     """
 
-    def __init__(self, norm: RMSNorm, router: Router, products: TorchChosenExperts) -> None:
+    def __init__(
+        self, norm: RMSNorm, router: Router, products: TorchChosenExperts, norm_of_router: RMSNorm | None = None
+    ) -> None:
         self._norm = norm
+        self._norm_of_router = norm_of_router
         self._router = router
         self._products = products
 
@@ -330,8 +342,9 @@ class TorchExperts:
         normed, router = self._norm(hidden), self._router
         dtype = torch.float32 if router.routing.has_sigmoid else normed.dtype  # scores that are alike are many there
         bias = None if router.bias is None else router.bias.to(dtype)
-        logits = F.linear(normed.to(dtype), router.weight.to(dtype), bias)
-        experts, weights = choose_experts(logits, router.routing, router.correction)
+        seen = normed if self._norm_of_router is None else self._norm_of_router(hidden)
+        logits = F.linear(seen.to(dtype), router.weight.to(dtype), bias)
+        experts, weights = choose_experts(logits, router.routing, router.correction, router.expert_scales)
         return self._products(normed, experts, weights).add_(hidden if residual is None else residual)
 
 

@@ -105,7 +105,7 @@ def narrow(x: torch.Tensor, dtype: torch.dtype, device: Device) -> torch.Tensor:
 
 def constants_of(gate: Gate) -> dict[str, float]:
     """Return what kernels are compiled for, of a gate; a limit of 0 is none."""
-    return {"ALPHA": gate.alpha, "LIMIT": gate.limit or 0.0, "OFFSET": gate.offset}
+    return {"ALPHA": gate.alpha, "LIMIT": gate.limit or 0.0, "OFFSET": gate.offset, "CUBIC": gate.cubic}
 
 
 def _of_rows(size: int, device: Device) -> dict[str, Any]:
@@ -157,14 +157,16 @@ def silu(x):
 
 
 @triton.jit
-def gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+def gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, CUBIC: tl.constexpr):
     """Do what `raypp.ops.backend.Gate` does, in float32."""
     if LIMIT > 0:
         gate, up = tl.minimum(gate, LIMIT), tl.clamp(up, -LIMIT, LIMIT)
-    if ALPHA == 1.0 and OFFSET == 0.0:
+    if ALPHA == 1.0 and OFFSET == 0.0 and CUBIC == 0.0:
         result = silu(gate) * up
-    else:
+    elif CUBIC == 0.0:
         result = (up + OFFSET) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
+    else:
+        result = (up + OFFSET) * (gate / (1.0 + tl.exp(-ALPHA * (gate + CUBIC * gate * gate * gate))))
     return result
 
 

@@ -16,7 +16,7 @@ from raypp.ops.backend import (
     AddedProjection,
     Experts,
     ExpertWeights,
-    GateFunction,
+    Gate,
     JoinedProjection,
     LMHead,
     Projection,
@@ -155,7 +155,7 @@ class CudaKernels:
         eps: float,
         weight: Weight,
         bias: torch.Tensor | None = None,
-        gate: GateFunction = SILU,
+        gate: Gate = SILU,
     ) -> Projection:
         if gate != SILU:
             projection = self.norm_linear(norm_weight, eps, weight, bias)

@@ -193,7 +193,7 @@ class TritonDecode:
 
         Every program makes the queries anew, which pays while rows are few.
 
-        Shapes: qkv [R * query_len, (Hq + Hk) * Dk + Hk * Dv]; rope: of `rotation_table`; slot_mapping
+        Shapes: qkv [R * query_len, `heads.width`]; rope: of `rotation_table`; slot_mapping
         [R * query_len] int64; the others as above.
         """
         self._launch(qkv, heads, (rope, slot_mapping), cache, seq_lens, block_tables, query_len, out, tuning)
@@ -269,6 +269,8 @@ class TritonDecode:
             SPLITS=tuning.num_splits,
             IS_PROJECTION=fresh is not None,
             HAS_NORM=norm is not None,
+            HAS_VALUE_NORM=norm is not None and norm.has_values,
+            ARE_KEYS=heads.values_are_keys,
             HAS_WINDOW=heads.window is not None,
             HAS_CAP=heads.soft_cap is not None,
             HAS_SINKS=heads.sinks is not None,
@@ -482,6 +484,8 @@ def _decode_attention(
     SPLITS: tl.constexpr,
     IS_PROJECTION: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_VALUE_NORM: tl.constexpr,
+    ARE_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -492,7 +496,8 @@ def _decode_attention(
 ):
     PART: tl.constexpr = FILLED * (BLOCK_DV + 2)  # floats of a split's result: values, highest scores, sums
     NUM_HEADS: tl.constexpr = GROUP * SHARES * NUM_KV_HEADS
-    WIDTH: tl.constexpr = NUM_HEADS * D + NUM_KV_HEADS * (D + DV)  # of a token's projection
+    WIDTH: tl.constexpr = NUM_HEADS * D + NUM_KV_HEADS * (D + (0 if ARE_KEYS else DV))  # of a token's projection
+    FIRST_VALUE: tl.constexpr = (NUM_HEADS + (0 if ARE_KEYS else NUM_KV_HEADS)) * D
     ROW: tl.constexpr = D // 2 if IS_FP8 else D  # what the cache has of a token's key of a head: words, or columns
     BLOCK_ROW: tl.constexpr = BLOCK_D // 2 if IS_FP8 else BLOCK_D
     VALUE_ROW: tl.constexpr = DV // 2 if IS_FP8 else DV
@@ -603,8 +608,11 @@ def _decode_attention(
                 key = source + (first_token + fresh) * WIDTH + (NUM_HEADS + kv_head) * D
                 key_angle = (first_token + fresh) * (D // 2)
                 new_keys = _make_head(key, k_weight, eps, key_angle, cos, sin, is_fresh, D, BLOCK_D, HAS_NORM)
-                value = source + (first_token + fresh) * WIDTH + (NUM_HEADS + NUM_KV_HEADS) * D + kv_head * DV
+                value = source + (first_token + fresh) * WIDTH + FIRST_VALUE + kv_head * DV
                 new_values = tl.load(value[:, None] + value_column[None, :], mask=fresh_mask, other=0.0)
+                if HAS_VALUE_NORM:
+                    wide = new_values.to(tl.float32)
+                    new_values = (wide * tl.rsqrt(tl.sum(wide * wide, 1) / DV + eps)[:, None]).to(dtype)
                 if IS_FP8:
                     new_keys = _words(narrowed(new_keys * k_inverse, tl.float8e4nv), FRESH, BLOCK_ROW)
                     new_values = narrowed(new_values.to(tl.float32) * v_inverse, tl.float8e4nv)

@@ -338,6 +338,7 @@ def _gate_up_few(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
+    CUBIC: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -383,7 +384,7 @@ def _gate_up_few(
         of_expert_bias = bias + expert * (2 * num_outputs) + read_output
         of_gate += tl.load(of_expert_bias).to(tl.float32)
         of_up += tl.load(of_expert_bias + num_outputs).to(tl.float32)
-    result = gated(of_gate, of_up, ALPHA, LIMIT, OFFSET)
+    result = gated(of_gate, of_up, ALPHA, LIMIT, OFFSET, CUBIC)
     tl.store(y + pair * num_outputs + output, result.to(y.dtype.element_ty), mask=output < num_outputs)
 
 
@@ -475,6 +476,7 @@ def _multiply_tiles(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
+    CUBIC: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NEXT_KIND: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -542,7 +544,7 @@ def _multiply_tiles(
             total += tl.load(of_expert_bias).to(tl.float32)[:, None]
             if HAS_GATE:
                 up_total += tl.load(of_expert_bias + num_outputs).to(tl.float32)[:, None]
-        result = gated(total, up_total, ALPHA, LIMIT, OFFSET) if HAS_GATE else total
+        result = gated(total, up_total, ALPHA, LIMIT, OFFSET, CUBIC) if HAS_GATE else total
         y_row = place if HAS_GATE else pair
         in_row = row < num_rows
         if NEXT_KIND == "fp8":

@@ -277,7 +277,8 @@ class CudaExperts:
     ) -> None:
         weight = router.weight
         self._norm = (norm_weight, eps)
-        self._router = replace(router, weight=(weight.float() * norm_weight.float()).to(weight.dtype))
+        of_router = norm_weight if router.norm_weight is None else router.norm_weight
+        self._router = replace(router, weight=(weight.float() * of_router.float()).to(weight.dtype))
         self.products = ExpertProducts(weights, weight.dtype, device, workspace)
         self._device = device
         self._workspace = workspace

@@ -60,9 +60,9 @@ def append_heads(
 ) -> torch.Tensor:
     """Return the queries, [T, Hq, Dk], and write keys and values to their slots.
 
-    Shapes: qkv [T, (Hq + Hk) * Dk + Hk * Dv] contiguous: queries, keys, values, with gates one of Dk elements behind
-    each head of queries; rope: see `rotation_table`, of the elements that are rotated; slot_mapping [T] int64; the
-    cache of qkv's type or FP8. Tokens of the same slot (in the null block): any may win.
+    Shapes: qkv [T, `heads.width`] contiguous: queries, keys, values that are not keys, with gates one of Dk elements
+    behind each head of queries; rope: see `rotation_table`, of the elements that are rotated; slot_mapping [T] int64;
+    the cache of qkv's type or FP8. Tokens of the same slot (in the null block): any may win.
     """
     num_tokens, head_dim, value_dim = qkv.shape[0], heads.head_dim, heads.value_dim
     q = torch.empty(num_tokens, heads.num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -91,7 +91,9 @@ def append_heads(
         BLOCK_SIZE=cache.keys.shape[2],
         HEADS=_HEADS_PER_PROGRAM,
         HAS_NORM=norm is not None,
+        HAS_VALUE_NORM=norm is not None and norm.has_values,
         HAS_GATE=heads.has_gate,
+        ARE_KEYS=heads.values_are_keys,
         IS_FP8=cache.keys.dtype == FP8,
         OVERLAPS=device.has_dependent_launch,
         num_warps=1,
@@ -253,7 +255,9 @@ def _append_heads(
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_VALUE_NORM: tl.constexpr,
     HAS_GATE: tl.constexpr,
+    ARE_KEYS: tl.constexpr,
     IS_FP8: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -266,6 +270,10 @@ def _append_heads(
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
     first_value = (NUM_HEADS * (1 + HAS_GATE) + NUM_KV_HEADS) * D
     place = head * D
+    width = first_value + NUM_KV_HEADS * 2 * VALUE_HALF
+    if ARE_KEYS:
+        place -= tl.where(is_value, NUM_KV_HEADS * D, 0)
+        width = first_value
     if HAS_GATE:
         place += tl.minimum(head, NUM_HEADS) * D
     if VALUE_HALF == HALF:
@@ -283,7 +291,7 @@ def _append_heads(
         k_first = tl.load(k_weight + pair, mask=valid, other=0.0).to(tl.float32)
         k_second = tl.load(k_weight + HALF + pair, mask=valid, other=0.0).to(tl.float32)
     start(OVERLAPS)
-    cell = qkv + token * (first_value + NUM_KV_HEADS * 2 * VALUE_HALF) + begin + pair[None, :]
+    cell = qkv + token * width + begin + pair[None, :]
     first_in = tl.load(cell, mask=inside, other=0.0)
     second_in = tl.load(cell + half, mask=inside, other=0.0)
     slot = tl.load(slot_mapping + token)
@@ -292,6 +300,8 @@ def _append_heads(
         scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)[:, None]
         first *= scale * tl.where(is_query[:, None], q_first[None, :], k_first[None, :])
         second *= scale * tl.where(is_query[:, None], q_second[None, :], k_second[None, :])
+        if HAS_VALUE_NORM:
+            first_in, second_in = first_in.to(tl.float32) * scale, second_in.to(tl.float32) * scale
     dtype = q.dtype.element_ty
     if ROTARY_HALF == HALF:
         c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
@@ -299,7 +309,7 @@ def _append_heads(
         turned_first, turned_second = first * c - second * s, second * c + first * s
     else:  # pairs lie elsewhere, so each element's other one is read once more
         with_first, with_second = _partner(pair, ROTARY_HALF), _partner(HALF + pair, ROTARY_HALF)
-        row = qkv + token * (first_value + NUM_KV_HEADS * 2 * VALUE_HALF) + begin
+        row = qkv + token * width + begin
         is_head = inside & (pair < HALF)[None, :]
         first_other = tl.load(row + with_first[None, :], mask=is_head, other=0.0).to(tl.float32)
         second_other = tl.load(row + with_second[None, :], mask=is_head, other=0.0).to(tl.float32)

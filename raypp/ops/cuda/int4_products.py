@@ -516,6 +516,7 @@ def _project_int4(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
+    CUBIC: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     IS_FP4: tl.constexpr,
     HAS_GATE: tl.constexpr,
@@ -627,7 +628,7 @@ def _project_int4(
             before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
         result = totals[0] + addend[None, :]
         if HAS_GATE:
-            result = gated(result, totals[1] + up_addend[None, :], ALPHA, LIMIT, OFFSET)
+            result = gated(result, totals[1] + up_addend[None, :], ALPHA, LIMIT, OFFSET, CUBIC)
         tl.store(y + y_cell, as_stored(result + before, y, CLAMPS), mask=in_y)
 
 

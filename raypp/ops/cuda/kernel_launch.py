@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_NUM_COUNTERS = 1 << 16
+NUM_COUNTERS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Workspace:
     def counters(self) -> torch.Tensor:
         """Int32, all zero between kernels; one per piece of work that several programs share."""
         if self._counters is None:
-            self._counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=self._device)
+            self._counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=self._device)
         return self._counters
 
 

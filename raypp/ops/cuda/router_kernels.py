@@ -93,6 +93,7 @@ def route(x: torch.Tensor, router: Router, eps: float, device: Device, workspace
     Shapes: x [T, H] contiguous, T at least 1; the router's weight [E, H] is of x's type, and has the norm's folded in.
     """
     weight, routing, bias, correction = router.weight, router.routing, router.bias, router.correction
+    scales = router.expert_scales
     (num_tokens, num_inputs), num_experts, chosen = x.shape, len(weight), routing.num_chosen
     has_groups = routing.num_groups > 1
     tile_tokens = 8 if num_tokens <= 256 or device.is_invariant else 16 if num_tokens <= 1024 or has_groups else 32
@@ -114,6 +115,7 @@ def route(x: torch.Tensor, router: Router, eps: float, device: Device, workspace
         weight,
         x if bias is None else bias,
         x if correction is None else correction,
+        x if scales is None else scales,
         eps,
         partial,
         partial.numel() - num_tiles * num_splits * tile_tokens,
@@ -127,6 +129,7 @@ def route(x: torch.Tensor, router: Router, eps: float, device: Device, workspace
         CHOSEN_PADDED=triton.next_power_of_2(chosen),
         HAS_BIAS=bias is not None,
         HAS_CORRECTION=correction is not None,
+        HAS_SCALES=scales is not None,
         HAS_SIGMOID=routing.has_sigmoid,
         GROUPS=routing.num_groups,
         CHOSEN_GROUPS=routing.num_chosen_groups,
@@ -250,6 +253,7 @@ def _route(
     router,
     bias,
     correction,
+    scales,
     eps,
     partial,
     squares_offset,
@@ -263,6 +267,7 @@ def _route(
     CHOSEN_PADDED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_CORRECTION: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     HAS_SIGMOID: tl.constexpr,
     GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
@@ -358,6 +363,8 @@ def _route(
         if NORMALIZES:
             weight /= tl.sum(weight, 1)[:, None]
         weight *= SCALING
+        if HAS_SCALES:
+            weight *= tl.load(scales + found)
         pair = token.to(tl.int64)[:, None] * CHOSEN + rank[None, :]
         mask = is_token[:, None] & (rank < CHOSEN)[None, :]
         tl.store(experts + pair, found, mask=mask)

@@ -3,6 +3,7 @@
 all tokens      norm, rotation, KV append                       one Triton launch
 decode rows     Triton, split along the context                 lengths on the device, capturable
 prefill rows    FlashInfer's planned prefill, else torch        lengths from the host: a break point of graphs
+... wide heads  the kernel of decode rows, piece by piece       the same
 ... with spans  torch, see `AttentionBatch.prefill_spans`       the same
 
 Sinks are no part of FlashInfer's kernels here: its output is rescaled by what they add to the softmax's sum.
@@ -27,7 +28,7 @@ from raypp.ops.break_point import break_point
 from raypp.ops.cuda.decode_attention import TritonDecode
 from raypp.ops.cuda.heads import append_heads, gate_heads_, gather_heads
 from raypp.ops.cuda.invariant_attention import InvariantAttention
-from raypp.ops.cuda.kernel_launch import Device, Workspace
+from raypp.ops.cuda.kernel_launch import NUM_COUNTERS, Device, Workspace
 from raypp.ops.kv_cache import FP8, LayerCache, movable
 from raypp.ops.row_attention import RowPiece, attend_piece, piece_mask, row_pieces
 
@@ -35,6 +36,10 @@ MAX_FUSED_TOKENS = 16
 """Up to so many tokens of decode rows, the attention kernel makes the heads itself, once per split and KV head."""
 
 PREFILL_HEAD_DIMS = (64, 128, 256)
+MOST_OF_TORCH = 256
+"""Elements of a head from which on torch's attention would hold all scores of a row at once."""
+PIECE_TOKENS = 16
+"""Of a prefill row whose heads are wider, that count as a decode row."""
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
 _LAYOUT = "HND"  # heads before tokens in a block, see raypp.ops.kv_cache
 _COPY_BYTES = 128 << 20  # of keys and values that lie one after the other, of all rows of a step
@@ -304,6 +309,59 @@ class SdpaPrefill:
             out[start:end] = attended * v_scale
 
 
+class PiecesOfRows(NamedTuple):
+    """Pieces of prefill rows, of as many tokens each, as the kernel of decode rows takes them."""
+
+    size: int  # tokens of a piece
+    tokens: torch.Tensor  # [pieces * size] int64, of the queries
+    seq_lens: torch.Tensor  # [pieces] int32: what the last token of each sees
+    tables: torch.Tensor  # [pieces, blocks] int32
+
+
+class PiecewisePrefill:
+    """Attention of prefill rows by the kernel of decode rows, a few tokens at a time; see `FlashInferPrefill`.
+
+    What a row has behind a piece is not seen by it, so each piece is a decode row that ends there.
+
+    Args:
+        decode: The kernel, for pieces of `PIECE_TOKENS` and less.
+        heads: Of all layers of the kind.
+        device: Where tensors are.
+    """
+
+    def __init__(self, decode: TritonDecode, heads: Heads, device: Device) -> None:
+        self._decode = decode
+        self._heads = heads
+        self._most_pieces = NUM_COUNTERS // heads.num_heads
+        self._device = device.torch_device
+
+    def plan(self, batch: AttentionBatch, ring_entry: int) -> object:
+        tables, pieces = batch.block_tables[self._heads.group][batch.num_decode_rows :], list[PiecesOfRows]()
+        for size in (PIECE_TOKENS, 1):  # what is left of a row goes token by token
+            found, start = list[tuple[int, int, int]](), 0
+            for row, (query_len, seq_len) in enumerate(
+                zip(batch.prefill_query_lens, batch.prefill_seq_lens, strict=True)
+            ):
+                whole = query_len // PIECE_TOKENS * PIECE_TOKENS
+                for at in range(0, whole, size) if size > 1 else range(whole, query_len):
+                    found.append((row, start + at, seq_len - query_len + at + size))
+                start += query_len
+            for begin in range(0, len(found), self._most_pieces):
+                some = found[begin : begin + self._most_pieces]
+                numbers = _on_host([number for column in zip(*some, strict=True) for number in column])
+                rows, firsts, seq_lens = numbers.to(self._device, non_blocking=True).chunk(3)
+                tokens = (firsts.long().unsqueeze(1) + torch.arange(size, device=self._device)).view(-1)
+                pieces.append(PiecesOfRows(size, tokens, seq_lens, tables.index_select(0, rows)))
+        return pieces
+
+    def run(self, plan: object, q: torch.Tensor, cache: LayerCache, heads: Heads, out: torch.Tensor) -> None:
+        assert isinstance(plan, list)
+        for size, tokens, seq_lens, tables in plan:
+            attended = out.new_empty(len(tokens), *out.shape[1:])
+            self._decode(q.index_select(0, tokens), cache, seq_lens, tables, size, heads, attended)
+            out.index_copy_(0, tokens, attended)
+
+
 def prefix_sums(counts: list[int]) -> torch.Tensor:
     """Return where each of some parts begins, and where the last ends, int32; see `_on_host`."""
     sums = [0]
@@ -355,13 +413,18 @@ class CudaAttention:
         if device.is_invariant:
             self._decode = self._prefill = self._with_spans = InvariantAttention(heads, device, workspace)
             return
-        self._decode = self._fused = TritonDecode(*sizes, max_query_len, device, workspace, heads.value_dim)
-        missing = missing_for_flashinfer(heads)
+        missing, is_wide = missing_for_flashinfer(heads), max(heads.head_dim, heads.value_dim) > MOST_OF_TORCH
+        most_tokens = max(max_query_len, PIECE_TOKENS) if missing is not None and is_wide else max_query_len
+        decode = TritonDecode(*sizes, most_tokens, device, workspace, heads.value_dim)
+        self._decode = self._fused = decode
         # FlashInfer's kernels are causal; images that are seen whole are rare in a step, and correct by torch.
         self._prefill = self._with_spans = SdpaPrefill(heads, block_size, dtype)
         if missing is None:
             entries, where = num_ring_entries, device.torch_device
             self._prefill = FlashInferPrefill(heads, block_size, dtype, kv_dtype, entries, where, space=space())
+        elif is_wide:
+            self._prefill = PiecewisePrefill(decode, heads, device)
+            _LOG.info("prefill attention of these heads runs by the kernel of decode rows: %s", missing)
         else:
             _LOG.warning("prefill attention runs in plain torch, several times slower: %s", missing)
 

@@ -39,6 +39,14 @@ FAMILIES = {
     },
     "qwen3 with experts and without": EXPERTS["qwen3"],
     "mixtral": EXPERTS["mixtral"],
+    "gemma4": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "attention_k_eq_v": True,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["full_attention"] * 3,
+    },
 }
 
 
@@ -73,6 +81,8 @@ def test_families(tmp_path, family):
     # Before and after, experts aside; one token and any other number.
     assert cost.num_graphs == (2 if family == "mixtral" else 4)
     assert cost.seconds > 0
+    for index, layer in enumerate(own if family == "gemma4" else ()):  # whose dummy factors are one
+        layer._scalar.fill_(1 + index / 4)
     _check(model, own, compiled, counts=(1, 2, 7, MOST_TOKENS))
 
 

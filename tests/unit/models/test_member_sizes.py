@@ -50,6 +50,7 @@ STATES = {
 }
 EXPERTS = {"moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 2}
 DENSE_STATES = {name: size for name, size in STATES.items() if "expert" not in name and "moe" not in name}
+WIDE = {"global_head_dim": 64, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
 CASES = {
     "dense": ("qwen3", 0, {}),
     "tied": ("qwen3", 1, {"tie_word_embeddings": True}),
@@ -58,6 +59,8 @@ CASES = {
     "some dense layers": ("qwen3_moe", 0, {**EXPERTS, "mlp_only_layers": [1]}),
     "sinks and pairs": ("gpt_oss", 3, {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256}),
     "norms behind": ("gemma3", 0, {}),
+    "values that are keys": ("gemma4", 0, WIDE),
+    "an MLP beside experts": ("gemma4_moe", 0, {**WIDE, "moe_intermediate_size": 256, "num_experts": 8}),
     "shared experts": ("glm4_moe", 0, {"moe_intermediate_size": 256, "n_routed_experts": 8, "num_experts_per_tok": 2}),
     "a norm of all heads": ("minimax_m2", 0, {"num_local_experts": 8, "num_experts_per_tok": 2}),
     "states": ("qwen3_5", 0, DENSE_STATES),

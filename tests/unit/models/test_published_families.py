@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from raypp.errors import ConfigError, ModelLoadError
+from raypp.models import config as config_module
 from raypp.models.config import ModelConfig, load_model_config
+from raypp.models.layer import inverse_frequencies
 from raypp.models.member_sizes import of_one_member
 from raypp.models.quantization import Quantization
 from raypp.models.sizes import kv_bytes_per_token, parameter_counts
@@ -43,6 +47,42 @@ GEMMA3_4B: dict[str, Any] = {
         "vision_use_head": False,
     },
 }
+GEMMA4_31B: dict[str, Any] = {  # as published, but for its tower
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "eos_token_id": 1,
+    "text_config": {
+        "attention_k_eq_v": True,
+        "enable_moe_block": False,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 5376,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": 21504,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+        "max_position_embeddings": 262144,
+        "model_type": "gemma4_text",
+        "num_attention_heads": 32,
+        "num_experts": None,
+        "num_global_key_value_heads": 4,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 16,
+        "num_kv_shared_layers": 0,
+        "rope_parameters": {
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 1024,
+        "use_bidirectional_attention": "vision",
+        "vocab_size": 262144,
+    },
+    "vision_config": {"hidden_size": 1152, "model_type": "gemma4_vision", "num_hidden_layers": 27},
+    "dtype": "bfloat16",
+    "tie_word_embeddings": True,
+}
+GEMMA4_TEXT = {**GEMMA4_31B["text_config"], "architectures": ["Gemma4ForCausalLM"]}
 GEMMA2: dict[str, Any] = {
     "architectures": ["Gemma2ForCausalLM"],
     "hidden_size": 2304,
@@ -139,6 +179,54 @@ def test_gemma3_beside_a_tower(tmp_path: Path) -> None:
     assert scaled.attending[5].rope.factor == 2.0
 
 
+def test_gemma4(tmp_path: Path) -> None:
+    """As published, and as transformers 5.17 writes the text part: the same, and as many parameters as it counts."""
+    config, shape = read(tmp_path, GEMMA4_31B), load_model_config(SHAPES / "gemma-4-31b")
+    assert (config.vision, config.weight_prefix) == (None, "model.language_model.")
+    assert replace(shape, architecture=config.architecture, weight_prefix=config.weight_prefix) == config
+    assert parameter_counts(config) == (30_697_345_340, 30_697_345_340)
+    windowed, whole = config.attending[0], config.attending[5]
+    assert [layer.window for layer in config.attending[:6]] == [1024] * 5 + [None]
+    assert (windowed.num_kv_heads, windowed.head_dim, windowed.values_are_keys) == (16, 256, False)
+    assert (whole.num_kv_heads, whole.head_dim, whole.v_dim, whole.values_are_keys) == (4, 512, 512, True)
+    assert {layer.scale for layer in config.attending} == {1.0}
+    assert whole.rope is not None
+    assert (whole.rotation[0], whole.rope.theta, windowed.rotation[1].theta) == (512, 1e6, 1e4)
+    frequencies = inverse_frequencies(*whole.rotation)
+    assert torch.equal(frequencies[64:], torch.zeros(192))
+    torch.testing.assert_close(frequencies[:64], 1e6 ** (-torch.arange(64) / 256))
+    assert kv_bytes_per_token(config, 2)[4:6] == [2 * 2 * 16 * 256, 2 * 2 * 4 * 512]
+    scaled = load_model_config(tmp_path, rope_scaling={"rope_type": "proportional", "factor": 2.0})
+    assert scaled.attending[0].rope == windowed.rope
+    assert torch.equal(inverse_frequencies(*scaled.attending[5].rotation), frequencies / 2)
+
+
+def test_gemma4_with_experts() -> None:
+    config = load_model_config(SHAPES / "gemma-4-26b-a4b")
+    total, active = parameter_counts(config)
+    assert total == 25_233_141_790
+    assert active == pytest.approx(3.8e9, rel=0.01)
+    assert config.experts is not None
+    assert (config.experts.num_experts, config.experts.num_chosen, config.experts.intermediate_size) == (128, 8, 704)
+    part = of_one_member(config, 4)
+    assert (part.attending[0].num_kv_heads, part.attending[5].num_kv_heads, part.attending[5].num_sharing) == (2, 1, 2)
+    assert part.intermediate_size == 528
+    with pytest.raises(ConfigError, match="tensor_parallel_size=3, 8 KV heads"):
+        of_one_member(config, 3)
+
+
+def test_which_layers_compute_gemma4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small ones, with embeddings of each layer and KV of other layers, are transformers' affair."""
+    monkeypatch.setattr(config_module, "asked", lambda *_, **__: {"error": {"message": "asked", "got": "transformers"}})
+    text = GEMMA4_31B["text_config"]
+    for name, value in (("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 18)):
+        (tmp_path / "config.json").write_text(json.dumps({**GEMMA4_31B, "text_config": {**text, name: value}}))
+        with pytest.raises(ModelLoadError, match="by transformers' modules: asked"):
+            load_model_config(tmp_path)
+        with pytest.raises(ModelLoadError, match=f"{name}(.|\n)*{value}(.|\n)*0 for raypp's own layers"):
+            load_model_config(tmp_path, impl="raypp")
+
+
 def test_glm45_air(tmp_path: Path) -> None:
     config = read(tmp_path, GLM45_AIR)
     assert config.attending[0].rotation[0] == 64
@@ -209,6 +297,11 @@ def test_minimax_m2(tmp_path: Path) -> None:
         (GEMMA3_4B, {"hidden_activation": "relu"}, ["hidden_activation", "relu", "gelu_pytorch_tanh"]),
         (GEMMA3_4B, {"mm_tokens_per_image": 100}, ["mm_tokens_per_image", "100", "divides 64 patches"]),
         (GEMMA3_4B, {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        (GEMMA4_TEXT, {"use_bidirectional_attention": "all"}, ["use_bidirectional_attention", "all"]),
+        (GEMMA4_TEXT, {"layer_types": ["sliding_attention"] * 60}, ["layer_types", "full_attention"]),
+        (GEMMA4_TEXT, {"num_global_key_value_heads": 5}, ["num_global_key_value_heads", "5", "num_attention_heads=32"]),
+        (GEMMA4_TEXT, {"global_head_dim": 511}, ["global_head_dim", "511", "even"]),
+        (GEMMA4_TEXT, {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 9}, ["top_k_experts", "9", "8"]),
     ],
 )
 def test_what_is_refused(values: dict[str, Any], changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:

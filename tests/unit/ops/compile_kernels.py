@@ -29,7 +29,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, LatentHeads
-from raypp.ops.backend import ExpertWeights, Gate, Router, Routing
+from raypp.ops.backend import GELU, ExpertWeights, Gate, Router, Routing
 from raypp.ops.block_store import Planes
 from raypp.ops.cuda import (
     between_products,
@@ -50,6 +50,7 @@ from raypp.ops.cuda.member_sums import PushedSums
 from raypp.ops.cuda.product_tuning import input_type_in_8_bits, own_product
 from raypp.ops.cuda.quantized_projection import Fp8Projection, Int4Projection
 from raypp.ops.cuda.router_kernels import route
+from raypp.ops.cuda.step_attention import MOST_OF_TORCH, PIECE_TOKENS
 from raypp.ops.cuda.token_quantization import TokenNorm
 from raypp.ops.kv_cache import LayerCache
 from raypp.ops.row_state import DeltaHeads, RowSpans, allocate_layer_state
@@ -378,6 +379,11 @@ def call_experts(workspace: Workspace) -> None:
         other = Router(torch.empty(num_experts, 2048, dtype=BF16), routing, bias, correction)
         for rows in (1, 2048):
             route(torch.empty(rows, 2048, dtype=BF16), other, 1e-6, DEVICE, workspace)
+    of_gemma = Router(router, Routing(8, True), norm_weight=router[0].float(), expert_scales=torch.ones(128))
+    weights = ExpertWeights(gate_up, down, gate=GELU)
+    layer = CudaExperts(router[0], 1e-6, of_gemma, weights, DEVICE, workspace)
+    for rows in (1, 64):
+        layer(torch.empty(rows, 2048, dtype=BF16))
     routing = Routing(8, normalizes=True)
     for kind, scale_type, block in (("fp8", torch.float32, (128, 128)), ("int4", BF16, (1, 128))):
         if kind == "fp8" and not DEVICE.has_fp8:
@@ -459,11 +465,11 @@ def attend(
 KINDS = (
     (64, 8, 64, 64, {"window": 128, "sinks": torch.zeros(64)}),  # gpt-oss
     (32, 16, 128, 128, {"window": 4096, "soft_cap": 50.0}),  # Gemma 2
-    (16, 8, 256, 256, {"window": 512}),
+    (16, 8, 256, 256, {"window": 1024, "norm": HeadNorm(*torch.ones(2, 256, dtype=BF16), 1e-6, has_values=True)}),
     (64, 4, 192, 128, {"window": 128, "sinks": torch.zeros(64)}),  # MiMo: 16 query heads per KV head
-    (32, 4, 512, 512, {}),  # Gemma 4
+    (32, 4, 512, 512, {"norm": HeadNorm(*torch.ones(2, 512, dtype=BF16), 1e-6, True), "values_are_keys": True}),
     (16, 1, 512, 512, {"soft_cap": 30.0}),
-)
+)  # those of 256 and the first of 512 are Gemma 4's
 """Heads: how many, of queries and of keys, their sizes, of keys and of values, and settings of `Heads`."""
 
 
@@ -474,14 +480,15 @@ def call_kinds(_: Workspace) -> None:
         workspace = Workspace(CPU)  # each kind reserves before its first use
         decode = decode_attention.TritonDecode(num_heads, num_kv_heads, head_dim, 17, DEVICE, workspace, value_dim)
         workspace.reserve(1 << 25)
-        width = (num_heads + num_kv_heads) * head_dim + num_kv_heads * value_dim
+        width = kind.width
         for kv_dtype in (BF16, *([torch.float8_e4m3fn] if DEVICE.has_fp8 and IS_FULL else [])):
             sizes = 3, num_kv_heads, 16
             keys, values = (torch.zeros(*sizes, dim, dtype=kv_dtype) for dim in (head_dim, value_dim))
             cache, integers = LayerCache(keys, values), torch.zeros(16, dtype=torch.int64)
             by = heads.rotation_table(integers, torch.ones(head_dim // 2), DEVICE)
             heads.append_heads(torch.zeros(16, width, dtype=BF16), kind, by, integers, cache, DEVICE)
-            for rows, query_len in ((1, 1), (32, 17 if IS_FULL else 5)):
+            of_prompts = [(32, PIECE_TOKENS)] if head_dim > MOST_OF_TORCH else []
+            for rows, query_len in ((1, 1), (32, 17 if IS_FULL else 5), *of_prompts):
                 q = torch.zeros(rows * query_len, num_heads, head_dim, dtype=BF16)
                 out = torch.zeros(rows * query_len, num_heads, value_dim, dtype=BF16)
                 lens, tables = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)

@@ -8,7 +8,7 @@ import torch
 from op_tape import OpTapes
 
 from raypp.graphs.pieces import PieceRecorder
-from raypp.ops.backend import ExpertWeights, Router, Routing, choose_experts
+from raypp.ops.backend import GELU, ExpertWeights, Gate, Router, Routing, choose_experts
 from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.weight import Weight
 
@@ -43,6 +43,21 @@ def test_equals_the_twin(num_experts, num_chosen, normalizes):
         before = hidden.clone()
         torch.testing.assert_close(layer(hidden), reference.experts(hidden, *arguments), rtol=1e-5, atol=1e-5)
         assert torch.equal(hidden, before)
+
+
+def test_a_router_with_a_norm_and_factors_of_its_own():
+    _, (norm, eps, router, gate_up, down, routing) = _layer(5, Routing(2, normalizes=True))
+    of_router, scales = torch.linspace(0.5, 2.0, HIDDEN), torch.linspace(0.5, 2.0, 5)
+    weights = ExpertWeights(Weight(gate_up), Weight(down), gate=GELU)
+    layer = TorchKernels(torch.float32).experts(
+        norm, eps, Router(router, routing, None, None, of_router, scales), weights
+    )
+    hidden = _tokens(7)
+    expected = reference.experts(hidden, norm, eps, router, gate_up, down, routing, GELU, of_router, scales)
+    torch.testing.assert_close(layer(hidden), expected, rtol=1e-5, atol=1e-5)
+    gate, up = _tokens(3), _tokens(3, seed=1)
+    plain = Gate(GELU.alpha, cubic=GELU.cubic, limit=1e9)  # by the formula of kernels
+    torch.testing.assert_close(plain(gate, up), GELU(gate, up), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -17,7 +17,7 @@ from sizes import sized
 from raypp.errors import ConfigError
 from raypp.ops.attention import Heads
 from raypp.ops.backend import Routing
-from raypp.ops.cuda import router_kernels
+from raypp.ops.cuda import router_kernels, step_attention
 from raypp.ops.cuda.cuda_kernels import CudaKernels, CudaProjection, _log_dequantized
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.experts import ExpertCut, ExpertShape
@@ -256,6 +256,15 @@ def test_heads_that_are_rotated_in_part_or_gated(heads, rotary_dim, has_gate):
     checks.check_heads(EXACT, 5, *heads, True, rotary_dim=rotary_dim, has_gate=has_gate)
 
 
+@pytest.mark.parametrize("scales", [None, (0.5, 2.0)], ids=["32 bits", "fp8_kv"])
+def test_values_that_are_keys(scales):
+    heads = 6, 2, 16
+    for has_norm in (True, False):
+        checks.check_heads(EXACT, 5, *heads, has_norm, scales, values_are_keys=True)
+        checks.check_fused_decode(EXACT, [33, 3], 3, *heads, has_norm, None, scales, values_are_keys=True)
+    checks.check_heads(EXACT, 5, 4, 1, 24, True, scales, rotary_dim=12, has_gate=True, values_are_keys=True)
+
+
 @pytest.mark.parametrize(
     ("shape", "block_size", "max_drafts"),
     [
@@ -292,6 +301,17 @@ def test_attention_of_mixed_steps_of_all_kinds(settings):
     for each in (None, spans):
         heads = checks.made_heads(4, 2, 16, **settings)
         checks.check_mixed_step(kernels, chosen, [(7, 7), (14, 40), (5, 20)], heads, 8, spans=each)
+
+
+@pytest.mark.parametrize("settings", [{}, {"window": 5, "has_sinks": True}, {"values_are_keys": True}], ids=str)
+def test_prompts_of_wide_heads_go_through_the_kernel_of_decode_rows(settings, monkeypatch):
+    """Piece by piece, and token by token what is left; several launches where pieces are many."""
+    for name, value in {"MOST_OF_TORCH": 8, "PIECE_TOKENS": 4, "NUM_COUNTERS": 12}.items():
+        monkeypatch.setattr(step_attention, name, value)
+    monkeypatch.setattr(step_attention, "_on_host", lambda values: torch.tensor(values, dtype=torch.int32))
+    for prefill in ([(7, 7), (3, 30)], [(16, 40), (1, 1)]):
+        chosen = CudaKernels(checks.DEVICE, EXACT, block_size=8, max_query_len=1, num_ring_entries=1)
+        checks.check_mixed_step(checks.Kernels(EXACT), chosen, prefill, checks.made_heads(4, 2, 16, **settings), 8)
 
 
 @pytest.mark.parametrize("scales", [None, (0.03, 2.0)])
@@ -521,6 +541,12 @@ def test_routing_of_other_kinds(num_experts, routing, has_bias, has_correction):
 )
 def test_arrangement(num_tokens, num_experts, num_chosen, tile_rows, spread):
     checks.check_arrangement(num_tokens, num_experts, num_chosen, tile_rows, spread)
+
+
+@pytest.mark.parametrize("cut", [ExpertCut(0, Tuning(4, 32), Tuning(4, 16)), None], ids=["few", "chosen"])
+def test_experts_of_gemma(cut):
+    for num_tokens, shape in ((1, ExpertShape(64, 48, 5, 2)), (11, ExpertShape(96, 40, 12, 3))):
+        checks.check_experts(EXACT, num_tokens, shape, cut, is_gemma=True)
 
 
 def test_arrangement_of_many_pairs(monkeypatch):

@@ -48,11 +48,9 @@ def test_it_reaches_the_layers(
 ) -> None:
     met: list[bool] = []
 
-    def spy(
-        logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def spy(logits: torch.Tensor, routing: Routing, *others: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         met.append(routing.is_even)
-        return choose_experts(logits, routing, correction)
+        return choose_experts(logits, routing, *others)
 
     monkeypatch.setattr(torch_kernels, "choose_experts", spy)
     for even in (False, True):

@@ -12,6 +12,7 @@ import pytest
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ModelLoadError, ResourceError
 from raypp.models.registry import resolve_config_path
+from raypp.plan.engine_layout import block_bytes_by_group
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.fit import (
     Fit,
@@ -305,6 +306,23 @@ def test_of_a_hugging_face_id_the_configuration_alone_is_downloaded(monkeypatch:
         resolve_config_path("Qwen/NoNetwork")
     assert "no route to host" in str(caught.value.got)
     assert "directory that holds the model's config.json" in str(caught.value.hint)
+
+
+def test_groups_of_layers_whose_heads_differ_take_their_own_bytes() -> None:
+    """Gemma 4: a block of global layers has 10 times 4 heads of 512, one of layers with a window 50 times 16 of 256."""
+    config = EngineConfig.from_flat(_SHAPES / "gemma-4-31b", num_stages=2, load_format="dummy", block_size=16)
+    fit = check_fit(config, described_hardware(read_machines("2x80GB")))
+    assert fit.plan is not None
+    of_stages = [
+        block_bytes_by_group(fit.plan.model, 16, 2, stage.start_layer, stage.end_layer) for stage in fit.plan.stages
+    ]
+    whole = [16 * 2 * 2 * 10 * 4 * 512, 16 * 2 * 2 * 50 * 16 * 256]
+    assert [sum(sizes) for sizes in zip(*of_stages, strict=True)] == whole
+    taken = [
+        sum(group.num_blocks * size for group, size in zip(fit.plan.groups, sizes, strict=True)) for sizes in of_stages
+    ]
+    assert taken == [stage.kv_cache_bytes for stage in fit.plan.stages]
+    assert fit.requests_held(131072) >= 2
 
 
 def test_layers_with_windows_take_the_memory_of_their_windows(tmp_path: Path) -> None:
