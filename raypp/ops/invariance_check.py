@@ -19,7 +19,7 @@ from raypp.ops.backend import (
     Attention,
     Experts,
     ExpertWeights,
-    GateFunction,
+    Gate,
     KernelSet,
     LMHead,
     Projection,
@@ -88,7 +88,7 @@ class InvarianceCheck:
         eps: float,
         weight: Weight,
         bias: torch.Tensor | None = None,
-        gate: GateFunction = SILU,
+        gate: Gate = SILU,
     ) -> Projection:
         made = self._kernels.norm_gated_linear(norm_weight, eps, weight, bias, gate)
         return self._taken(_named("norm, product and gate", weight), made, weight.num_inputs)
@@ -154,9 +154,7 @@ class InvarianceCheck:
         num_blocks = -(-_LENGTH // self._block_size)
         table = 1 + torch.randperm(num_blocks, generator=generator, device=self._device).to(torch.int32)
         sizes = heads.num_kv_heads, heads.head_dim, heads.value_dim
-        num_query_heads = heads.num_heads * (2 if heads.has_gate else 1)
-        width = (num_query_heads + sizes[0]) * sizes[1] + sizes[0] * sizes[2]
-        qkv = torch.randn(_LENGTH, width, generator=generator, device=self._device).to(self._dtype)
+        qkv = torch.randn(_LENGTH, heads.width, generator=generator, device=self._device).to(self._dtype)
         frequencies = torch.logspace(0, -4, (heads.rotary_dim or heads.head_dim) // 2, device=self._device)
 
         def attend(cache: LayerCache, positions: Sequence[int], num_decode_rows: int, query_len: int) -> torch.Tensor:

@@ -32,7 +32,6 @@ _TILE = 64  # keys that are multiplied at once
 _MOST_COLUMNS = 256  # of a head
 _MAX_SPLITS = 32
 _SPLIT_FLOATS = 16 << 20  # of parts' results
-_NUM_WARPS = 4  # one group of them multiplies
 _LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 
 # Part p begins at (p - first part of its level) * length + first position of its level.
@@ -188,7 +187,7 @@ class InvariantAttention:
             HAS_SINKS=heads.sinks is not None,
             CLAMPS=out.dtype != q.dtype,
             OVERLAPS=self._device.has_dependent_launch,
-            num_warps=_NUM_WARPS,
+            num_warps=4 if self._block_dv <= 128 else 8,
             num_stages=2 if self._block_d <= 128 else 1,
             **self._device.launch_options,
         )

@@ -88,10 +88,14 @@ def tune_invariant(num_rows: int, product: Product, device: Device) -> Tuning:
     num_splits = min(
         _MAX_SPLITS, _USUAL_PROCESSORS // triton.cdiv(product.num_outputs, 64), product.num_inputs // (2 * inputs)
     )
-    tuning = Tuning(64, inputs, 1 if product.is_gated else max(1, num_splits), num_stages=4)
+    tuning = Tuning(64, inputs, 1 if product.is_gated else max(1, num_splits), num_stages=4, least_rows=16)
     if num_rows > _MOST_ROWS_OF_NARROW_STRIPS:
-        tuning = replace(tuning, outputs=64 if product.is_gated else 128, num_warps=8, num_stages=3)
-    return _fitting(tuning, num_rows, product, device)
+        tuning = replace(tuning, outputs=64 if product.is_gated else 128, num_warps=8)
+    elif product.is_gated and num_rows > 32:
+        tuning = replace(tuning, num_warps=8)
+    stage_bytes = shared_bytes(num_rows, product, replace(tuning, num_stages=1))
+    most_stages = device.shared_bytes // stage_bytes - 1  # the first piece is kept besides
+    return replace(tuning, num_stages=max(1, min(tuning.num_stages, most_stages)))
 
 
 def choose_projection(num_rows: int, product: Product, device: Device) -> Tuning | None:

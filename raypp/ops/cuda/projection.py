@@ -89,6 +89,7 @@ class Tuning:
         num_splits: Parts of K; only with more than few rows and no gate.
         num_warps: Of a program.
         num_stages: Pieces under way from memory.
+        least_rows: Of a tile. Hopper's tensor cores multiply fewer than 16 rows by other instructions than more.
     """
 
     outputs: int
@@ -96,6 +97,7 @@ class Tuning:
     num_splits: int = 1
     num_warps: int = 4
     num_stages: int = 3
+    least_rows: int = 8
 
 
 def partial_floats(num_rows: int, product: Product, tuning: Tuning) -> int:
@@ -103,13 +105,13 @@ def partial_floats(num_rows: int, product: Product, tuning: Tuning) -> int:
     if tuning.num_splits == 1:
         return 0
     num_outputs = triton.cdiv(product.num_outputs, tuning.outputs) * tuning.outputs * (2 if product.is_gated else 1)
-    padded = _padded(num_rows, product)
+    padded = _padded(num_rows, product, tuning)
     return int(num_outputs * tuning.num_splits * triton.cdiv(num_rows, padded) * padded)
 
 
 def shared_bytes(num_rows: int, product: Product, tuning: Tuning) -> int:
     """Return the shared memory of a program that multiplies by tensor cores, or a little more."""
-    num_rows_read = tuning.outputs * (2 if product.is_gated else 1) + _padded(num_rows, product)
+    num_rows_read = tuning.outputs * (2 if product.is_gated else 1) + _padded(num_rows, product, tuning)
     return int(num_rows_read * tuning.inputs * product.weight.data.element_size() * tuning.num_stages)
 
 
@@ -189,7 +191,7 @@ def project(
     assert product.norm_eps is None, "a norm in the same launch costs several rows more than one of its own"
     assert not product.has_blocks or (x_scale is not None and block_columns % tuning.inputs == 0)
     assert partial_floats(num_rows, product, tuning) <= workspace.floats.numel(), "not reserved"
-    padded = _padded(num_rows, product)
+    padded = _padded(num_rows, product, tuning)
     _project_rows[(num_programs, tuning.num_splits, triton.cdiv(num_rows, padded))](
         x,
         x if x_scale is None else x_scale,
@@ -218,9 +220,9 @@ def project(
 _MOST_PADDED = 128
 
 
-def _padded(num_rows: int, product: Product) -> int:
+def _padded(num_rows: int, product: Product, tuning: Tuning) -> int:
     """Return the rows of a tile: the smallest number that tensor cores take of this type, or more."""
-    least = 8 if product.weight.scale is None else 16
+    least = tuning.least_rows if product.weight.scale is None else 16
     return min(_MOST_PADDED, max(least, int(triton.next_power_of_2(num_rows))))
 
 

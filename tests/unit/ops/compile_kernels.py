@@ -19,6 +19,7 @@ import os
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from raypp.ops.cuda import (
 )
 from raypp.ops.cuda.experts import CudaChosenExperts, CudaExperts
 from raypp.ops.cuda.gated_delta import CudaGatedDelta, ScanPlan, plan_scan
+from raypp.ops.cuda.invariant_attention import InvariantAttention
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.member_sums import PushedSums
@@ -139,8 +141,14 @@ def described(arg: Any) -> str:
     return str(getattr(arg, "cache_key", arg))
 
 
-def resources(kernel: Any) -> dict[str, int]:
-    """Return the registers of a thread, and the bytes of its stack, onto which registers are spilled."""
+PRODUCTS = re.compile(r"(wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+k(\d+)")
+
+
+def resources(kernel: Any) -> dict[str, Any]:
+    """Return the registers of a thread, and the bytes of its stack, onto which registers are spilled.
+
+    And the kinds of its products: how many inputs an instruction sums, in an order of its own.
+    """
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -155,6 +163,7 @@ def resources(kernel: Any) -> dict[str, int]:
         "stack_bytes": int(found[2]),
         "shared_bytes": kernel.metadata.shared,
         "lacks_fence": lacks_fence(code),
+        "products": sorted({f"{name}, {inputs} inputs" for name, inputs in PRODUCTS.findall(code)}),
     }
 
 
@@ -542,6 +551,41 @@ def call_latents(_: Workspace) -> None:
                 kernels.attend(absorbed, queries[: rows * query_len, :, 128:], cache, lens, tables, query_len, latents)
 
 
+def call_invariant(workspace: Workspace) -> None:
+    """Call what gives a row the same bits beside any others, with few rows and many."""
+    device, rows_of = replace(DEVICE, is_invariant=True), numbers_of_rows((1, 200), (16, 64, 512))
+    shapes = ((4096, 1024, False), (24576, 4096, True), (4096, 12288, False))
+    products = [
+        projection.Product(Weight(torch.empty(*shape, dtype=BF16)), None, 1e-6, gate) for *shape, gate in shapes
+    ]
+    workspace.reserve(1 << 25)
+    for product in products:
+        for rows in rows_of:
+            own = own_product(rows, product, device)
+            assert own is not None
+            x = torch.empty(rows, product.num_inputs, dtype=BF16)
+            residual = None if product.is_gated else torch.empty(rows, product.num_outputs, dtype=BF16)
+            projection.project(x, own.product, residual, own.tuning, device, workspace)
+    tables, lens = torch.zeros(200, 256, dtype=torch.int32), torch.ones(200, dtype=torch.int32)
+    for sizes, settings in (((32, 8, 128), {}), ((64, 8, 64), {"window": 128}), ((16, 8, 256), {"soft_cap": 30.0})):
+        kind = Heads(*sizes, **settings)
+        attention = InvariantAttention(kind, device, workspace)
+        cache = LayerCache(*torch.zeros(2, 3, sizes[1], 16, sizes[2], dtype=BF16))
+        for rows, query_len in ((1, 1), (200, 1), (2, 5)) if IS_FULL or not settings else ((1, 1),):
+            q = torch.zeros(rows * query_len, sizes[0], sizes[2], dtype=BF16)
+            attention(q, cache, lens[:rows], tables[:rows], query_len, kind, torch.empty_like(q))
+        batch = AttentionBatch(0, 1, lens[:1], [tables[:1]], [], [5], [5])
+        attention.run(attention.plan(batch, 0), q[:5], cache, kind, torch.empty_like(q[:5]))
+    if IS_FULL:
+        gate_up, down = (
+            Weight(torch.empty(128, *shape, dtype=BF16, device="meta")) for shape in ((1536, 2048), (2048, 768))
+        )
+        router = Router(torch.empty(128, 2048, dtype=BF16), Routing(8, normalizes=True))
+        layer = CudaExperts(router.weight[0], 1e-6, router, ExpertWeights(gate_up, down), device, workspace)
+        for rows in (1, 64, 2048):
+            layer(torch.empty(rows, 2048, dtype=BF16))
+
+
 def main() -> None:
     """Compile, and print a list of kernels."""
     compiled = compile_instead_of_launching()
@@ -550,8 +594,10 @@ def main() -> None:
         [call_all, call_experts, call_quantized, call_states],
         [call_wide],
         [call_widest, call_kinds, call_latents],
+        [call_invariant],
     ]
-    for width, calls in enumerate(in_full if IS_FULL else [[call_all, call_states], [call_kinds, call_latents]]):
+    in_ci = [[call_all, call_states], [call_kinds, call_latents], [], [call_invariant]]
+    for width, calls in enumerate(in_full if IS_FULL else in_ci):
         for call in calls:
             call(Workspace(CPU))
         found += [
