@@ -375,7 +375,8 @@ class KvBlocks:
             keys = state.block_hashes[first : prefix.num_blocks]
             absent = [key for key, block in zip(keys, all_found, strict=True) if block == NULL_BLOCK]
             group.pool.share(present)
-            group.in_cpu_memory.hold(absent)
+            if absent:
+                group.in_cpu_memory.hold(absent)
             # Without a reserve nobody would wait for the copies but the request itself.
             num_copied = min(len(absent), num_copies_left)
             num_copies_left -= num_copied
