@@ -174,12 +174,12 @@ def _tune_rows(num_rows: int, product: Product, device: Device) -> Tuning:
     return Tuning(outputs=64, inputs=inputs, num_splits=max(1, num_splits), num_stages=num_stages)
 
 
-def most_exact_rows_of_fp8(product: Product, device: Device) -> int:
+def most_exact_rows_of_fp8(product: Product) -> int:
     """Return up to how many rows x stays in 16 bits before a product with a weight in 8 bits.
 
     Of blocks none does: element by element, their scales cost more than the weight.
     """
-    return 0 if product.has_blocks or device.is_invariant else 1
+    return 0 if product.has_blocks else 1
 
 
 def most_own_rows_of_fp8(product: Product, device: Device) -> int:
@@ -195,7 +195,7 @@ def tune_fp8(num_rows: int, product: Product, device: Device) -> Tuning:
     """Return the cut of a product of 8 bits whose x, but for exact rows, has scales of its own."""
     if device.is_invariant:
         return tune_invariant(num_rows, product, device)
-    if num_rows <= most_exact_rows_of_fp8(product, device):
+    if num_rows <= most_exact_rows_of_fp8(product):
         return _tune_fp8_row(product, device)
     inputs = min(128, product.weight.block[1]) if product.has_blocks else 128
     tile = min(128, int(triton.next_power_of_2(num_rows)))

@@ -202,6 +202,7 @@ class Fp8Projection(QuantizedProjection):
         if self._library is not None:
             assert weight.scale is not None
             self._library_scale = prepared_scale(self._library, weight.scale)
+        self._most_exact_rows = 0 if self._device.is_invariant else most_exact_rows_of_fp8(self._product)
         self._tunings: dict[int, Tuning] = {}
         own_rows = range(1, most_own_rows_of_fp8(self._product, self._device) + 1)
         for num_rows in (*own_rows, MOST_SPLIT_ROWS) if self._device.is_invariant else own_rows:
@@ -211,7 +212,7 @@ class Fp8Projection(QuantizedProjection):
     def _computed(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         num_rows, product = len(x), self._product
         tuning = self._tunings.get(num_rows)
-        if tuning is not None and num_rows <= most_exact_rows_of_fp8(product, self._device):
+        if tuning is not None and num_rows <= self._most_exact_rows:
             return project(x, self._few, residual, tuning, self._device, self._workspace)
         block = min(product.weight.block[1], product.num_inputs)
         tokens = quantize_tokens(x, block, self._device, self._norm)
