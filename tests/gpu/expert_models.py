@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from raypp.models.attention_config import AttentionConfig
-from raypp.models.config import ExpertConfig, ModelConfig
+from raypp.models.config import ModelConfig
+from raypp.models.expert_config import ExpertConfig
 from raypp.models.rope_config import RopeConfig
 
 

@@ -17,7 +17,7 @@ from expert_models import expert_model
 from logit_errors import ThreeModels
 from memory_checkpoints import FORMS
 
-from raypp.models.config import ExpertConfig
+from raypp.models.expert_config import ExpertConfig
 
 CUDA = torch.device("cuda")
 MAX_RATIO = 1.5

@@ -10,7 +10,8 @@ from checkpoints import EXPERTS, random_tensors, tensor_shapes, write_config, wr
 from safetensors.torch import save_file
 
 from raypp.errors import ModelLoadError
-from raypp.models.config import ExpertConfig, load_model_config
+from raypp.models.config import load_model_config
+from raypp.models.expert_config import ExpertConfig
 from raypp.models.families import ExpertNames
 from raypp.models.layer import FusedExperts
 from raypp.models.member_sizes import Member

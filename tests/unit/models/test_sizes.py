@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from expert_models import LARGE, expert_model
 
-from raypp.models.config import ExpertConfig
+from raypp.models.expert_config import ExpertConfig
 from raypp.models.quantization import Quantization
 from raypp.models.sizes import (
     WeightReads,

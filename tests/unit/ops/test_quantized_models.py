@@ -18,7 +18,7 @@ from expert_models import expert_model
 from logit_errors import ThreeModels
 from memory_checkpoints import FORMS
 
-from raypp.models.config import ExpertConfig
+from raypp.models.expert_config import ExpertConfig
 from raypp.ops.cuda.kernel_launch import Device
 from raypp.ops.cuda.token_quantization import quantize_tokens
 

@@ -9,7 +9,8 @@ import pytest
 from expert_models import expert_model
 
 from raypp.config.engine_config import EngineConfig
-from raypp.models.config import ExpertConfig, ModelConfig
+from raypp.models.config import ModelConfig
+from raypp.models.expert_config import ExpertConfig
 from raypp.models.quantization import Quantization
 from raypp.plan.cost_model import StepCosts, estimated_costs
 from raypp.plan.graph_plan import graph_spec
