@@ -234,7 +234,7 @@ def _latents(family: str, seed: int) -> dict[str, Any]:
         "kv_lora_rank": rng.choice((8, 20, 34 if is_v2 else 33)),  # whose modules of transformers take pairs alone
         "q_lora_rank": rng.choice((12, 27)) if seed % 3 else None,
         "qk_nope_head_dim": rng.choice((6 if is_v2 else 7, 12, 16)),
-        "qk_rope_head_dim": rng.choice((4, 6, 8)),
+        "qk_rope_head_dim": rng.choice((4, 6, 32)),
         "v_head_dim": rng.choice((9, 12, 16)),
     }
     return sizes if is_v2 else sizes | {"rope_interleave": seed % 4 != 3}

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import make_checkpoint, sizes_for_members
+from drafting import NUM_DRAFTS, Witness, make_requests, run
+from hf_models import load_reference, make_checkpoint, sizes_for_members
+from mtp_reference import MtpReference, add_mtp_head
 from quantized_tensors import LINEAR, OF_LATENTS, quantize_checkpoint
 from safetensors.torch import load_file, save_file
 from test_quantized_weights import compare_texts
@@ -99,3 +101,27 @@ def test_the_text_of_a_model_beside_a_tower(
     assert (model.vision, model.weight_prefix, model.lm_head_name) == (None, prefix, f"{lm_head}weight")
     changed = ("mlp.experts.",) if left else ("_proj",)
     compare_texts(source, small, plain, changed, tensor_parallel_size=count, num_stages=2)
+
+
+@pytest.mark.parametrize(
+    ("form", "count", "num_stages"), [("fp8 blocks", 1, 2), pytest.param("fp8 blocks", 2, 1, marks=pytest.mark.full)]
+)
+def test_a_quantized_head_drafts(
+    form: str, count: int, num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek-V3's layer in FP8, what joins its inputs in 16 bits: drafts are those of the dequantized head."""
+    sizes = sizes_for_members("deepseek_v3", count, 0) | {"vocab_size": 128}
+    source = make_checkpoint("deepseek_v3", 0, tmp_path / "source", min_layers=4, **sizes)
+    add_mtp_head(source, 0)
+    quantize_checkpoint(form, source, tmp_path / "small", tmp_path / "plain", ALL)
+    load_reference.cache_clear()
+    asked, common = make_requests(128), {"num_stages": num_stages, "tensor_parallel_size": count, "num_kv_blocks": 60}
+    plain = [request.output_token_ids for request in run(tmp_path / "plain", asked, num_stages=1)[0]]
+    witness = Witness(monkeypatch)
+    speculative = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
+    requests, stats, _ = run(tmp_path / "small", asked, speculative=speculative, **common)
+    assert [request.output_token_ids for request in requests] == plain
+    met = witness.compare(MtpReference(tmp_path / "plain"))
+    assert met["compared"] > 100
+    assert met["excused"] <= met["compared"] / 1000
+    assert stats.num_draft_tokens > 0

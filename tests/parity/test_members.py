@@ -61,7 +61,7 @@ def _full(*values):
         "minimax_m2",
         "gemma3",
         "deepseek_v3",
-        *map(_full, ("deepseek_v2", "glm4_moe_lite")),
+        *map(_full, ("deepseek_v2", "glm4_moe_lite", "mistral4")),
         *map(_full, ("llama", "qwen2", "mixtral", "glm4_moe", "mistral", "ministral", "gpt_oss", "gemma2")),
         *map(_full, ("qwen3_5", "qwen3_next")),
     ],
