@@ -277,7 +277,7 @@ def quantize_checkpoint(
             stored, plain[name] = _experts_in_one(form, tensor.float(), 1 + (kind == "gate_up_proj"))
             small |= {f"{name}{end}": part for end, part in stored.items()}
             continue
-        if kind != "weight" or layer not in linear or any(re.search(pattern, name) for pattern in left):
+        if kind != "weight" or layer not in linear or any(re.search(rf"{each}(\.|$)", module) for each in left):
             small[name] = plain[name] = tensor
             continue
         tensors, plain[name] = quantized_layer(form, tensor.float(), order_seed=int(layer == "v_proj"))
