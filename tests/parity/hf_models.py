@@ -340,7 +340,8 @@ def _write_published_form(file: Path) -> None:
 def load_reference(path: Path) -> Any:
     """Return transformers' model of a directory, in float32."""
     config = json.loads((path / "config.json").read_text())
-    model_class: Any = getattr(transformers, config["architectures"][0])
+    is_known = config["model_type"] != "mistral4"  # to `AutoModelForCausalLM`, in transformers 5.17
+    model_class: Any = transformers.AutoModelForCausalLM if is_known else transformers.Mistral4ForCausalLM
     attention = "eager" if config["model_type"] in ("gpt_oss", "gemma2") else "sdpa"
     return model_class.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
 
