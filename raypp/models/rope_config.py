@@ -53,7 +53,7 @@ class RopeConfig:
     theta: float
     rope_type: RopeType = "default"
     factor: float = 1.0
-    original_max_position_embeddings: int = 8192  # of llama3, yarn and dynamic, and of `query_growth`
+    original_max_position_embeddings: int = 8192  # of llama3, yarn and dynamic
     low_freq_factor: float = 1.0  # llama3 only, and so is the following
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0  # yarn only, and so are the following
@@ -132,10 +132,11 @@ def with_query_growth(fields: ConfigFields, rope: RopeConfig) -> RopeConfig:
     _, scaling = _scaling_section(fields)
     if not scaling.get(_GROWTH):
         return rope
-    original = rope.original_max_position_embeddings
-    if rope.rope_type in ("default", "linear"):
-        original = scaling.integer(_ORIGINAL)
-    return replace(rope, query_growth=scaling.number(_GROWTH), original_max_position_embeddings=original)
+    if rope.rope_type != "yarn":
+        raise scaling.error(
+            _GROWTH, scaling.get(_GROWTH), f"0, with rope_type {rope.rope_type}; others with yarn alone"
+        )
+    return replace(rope, query_growth=scaling.number(_GROWTH))
 
 
 def of_kind(fields: ConfigFields, kind: str) -> ConfigFields:

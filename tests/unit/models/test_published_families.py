@@ -199,8 +199,13 @@ def test_mistral_small_4(tmp_path: Path) -> None:
     steady = read(tmp_path, alone, rope_scaling={"type": "yarn", "factor": 4.0}).attending[0].rope
     assert steady is not None
     assert steady.query_growth == 0.0
-    longer = load_model_config(tmp_path, rope_scaling={"rope_type": "yarn", "factor": 2.0})
-    assert longer.max_position_embeddings == 2 * 1048576
+    for wrong in ({"rope_type": "linear", "factor": 2.0}, {"rope_type": "yarn", "llama_4_scaling_beta": -1}):
+        with pytest.raises(ModelLoadError, match="llama_4_scaling_beta"):
+            read(tmp_path, alone, rope_parameters={"llama_4_scaling_beta": 0.1} | wrong)
+    read(tmp_path, alone)
+    longer = load_model_config(tmp_path, rope_scaling={"rope_type": "yarn", "factor": 2.0}).attending[0].rope
+    assert longer is not None
+    assert (longer.factor, longer.query_growth, longer.original_max_position_embeddings) == (2.0, 0.1, 8192)
 
 
 @pytest.mark.parametrize("name", ["kimi-k2", "kimi-k2-int4"])
