@@ -33,7 +33,7 @@ _GPU_BYTES_PER_MS = 4.3e9  # what an H200 reads in long stretches
 _GPU_LAYER_MS = 0.035  # of a decode layer beyond reading its weights, 8 to 64 rows
 _GPU_LATENT_MS = 0.03  # besides, where keys and values are of latents: launches; GLM-4.7-Flash, 1 row, 4.87 ms a token
 _GPU_LATENT_FLOPS_PER_MS = 2.7e11  # of decode rows over latents, 16 to 128 rows of 8,192 tokens
-_LATENT_TILE = 16  # heads: products over latents are of so many, and of multiples
+_LATENT_TILE = 16  # heads of queries: products over latents are of so many, and of multiples
 _GPU_HEAD_MS = 0.05  # of norm, LM head, choosing tokens and writing what is fed back, 8 to 64 rows
 _GPU_DRAFT_MS = 0.007  # of either, for every draft that each row verifies besides its token, 8 to 32 rows
 _GPU_SCAN_MS = 2.7  # of a host that starts a gated delta net's scan of a chunk, per layer
@@ -88,16 +88,18 @@ def _has_latents(layer: LayerMixer) -> bool:
     return isinstance(layer, AttentionConfig) and layer.latent is not None
 
 
-def _seen_ms(layer: LayerMixer, num_bytes: float, bytes_per_ms: float, latent_flops_per_ms: float) -> float:
-    """Return what a decode token's attention takes for each token that it sees, milliseconds.
+def _seen_ms(
+    layer: LayerMixer, num_queries: float, num_bytes: float, bytes_per_ms: float, latent_flops_per_ms: float
+) -> float:
+    """Return what attention of a decode row with so many queries takes for each token that it sees, milliseconds.
 
     All heads multiply the latents that are read once for them, so many heads take longer than the memory.
     """
     reading = num_bytes / bytes_per_ms
     if not (isinstance(layer, AttentionConfig) and layer.latent is not None):
         return reading
-    num_heads = _LATENT_TILE * math.ceil(layer.num_heads / _LATENT_TILE)
-    return max(reading, 2.0 * num_heads * (layer.latent.width + layer.latent.rank) / latent_flops_per_ms)
+    num_products = _LATENT_TILE * math.ceil(layer.num_heads * num_queries / _LATENT_TILE)
+    return max(reading, 2.0 * num_products * (layer.latent.width + layer.latent.rank) / latent_flops_per_ms)
 
 
 def estimated_costs(
@@ -162,7 +164,7 @@ def estimated_costs(
             + _layer_ms(layer)
             + verify_ms
             + sums_ms
-            + seen * _seen_ms(layer, kv_bytes, bytes_per_ms, flops_per_ms)
+            + seen * _seen_ms(layer, 1 + num_verified, kv_bytes, bytes_per_ms, flops_per_ms)
             for layer, num_bytes, seen, kv_bytes in zip(model.attention, layers, num_seen, of_token, strict=True)
         ],
         last_stage=head / bytes_per_ms + head_ms,
