@@ -20,14 +20,7 @@ from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, Lay
 from raypp.models.checkpoint_names import are_alike, file_of_tensor, has_safetensors, name_of_text, stored_tensors
 from raypp.models.config_fields import ConfigFields, read_json
 from raypp.models.expert_config import ExpertConfig, read_experts
-from raypp.models.families import (
-    FAMILIES,
-    LOGIT_CAP,
-    NULL_IS_NONE,
-    Activation,
-    Family,
-    Windows,
-)
+from raypp.models.families import FAMILIES, LOGIT_CAP, NULL_IS_NONE, TEXT_FAMILIES, Activation, Family, Windows
 from raypp.models.generation_config import GENERATION_CONFIG
 from raypp.models.quantization import Quantization, read_quantization
 from raypp.models.rope_config import RopeConfig, of_kind, read_local_rope, read_rope, with_rope_scaling
@@ -56,6 +49,8 @@ CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 EMBEDDING = "embed_tokens.weight"
 """The token embedding's name below a model's `weight_prefix`."""
 LM_HEAD = "lm_head.weight"
+_LM_HEADS = (LM_HEAD, f"language_model.{LM_HEAD}")
+"""Names of it, the second beside some towers."""
 ModelImpl = Literal["auto", "raypp", "transformers"]
 _LOG = logging.getLogger(__name__)
 
@@ -92,6 +87,7 @@ class ModelConfig:
     dtype: str  # the checkpoint's
     eos_token_ids: tuple[int, ...]  # ascending
     weight_prefix: str = "model."  # of the language model's tensors, but for the LM head's
+    lm_head_name: str = LM_HEAD
     vision: VisionConfig | None = None  # None: it reads text alone
     experts: ExpertConfig | None = None  # None: all layers are dense
     quantization: Quantization | None = None  # None: weights are floats of 16 or 32 bits
@@ -193,9 +189,9 @@ def load_model_config(
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise fields.error("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads={num_heads}")
-    head_dim = fields.integer("head_dim", hidden_size // num_heads)
+    head_dim = fields.integer(family.head_dim, hidden_size // num_heads)
     if head_dim % 2:
-        raise fields.error("head_dim", head_dim, "an even number: rotary embedding pairs dimensions")
+        raise fields.error(family.head_dim, head_dim, "an even number: rotary embedding pairs dimensions")
     num_positions = fields.integer("max_position_embeddings")
     share = family.rotated_share
     if share is not None and fields.get("rotary_dim") is not None:
@@ -275,14 +271,19 @@ def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
     if config.weight_prefix + EMBEDDING not in names:
         found = next((prefix for prefix in _TEXT_PREFIXES if prefix + EMBEDDING in names), config.weight_prefix)
         config = replace(config, weight_prefix=found)
+    lm_head_name = next((name for name in _LM_HEADS if name in names), LM_HEAD)
+    if lm_head_name != config.lm_head_name:
+        config = replace(config, lm_head_name=lm_head_name)
     if not config.tie_word_embeddings:
         return config
     tensors = stored_tensors(path)
-    embedding, lm_head = tensors.get(f"{config.weight_prefix}{EMBEDDING}"), tensors.get(LM_HEAD)
+    embedding, lm_head = tensors.get(f"{config.weight_prefix}{EMBEDDING}"), tensors.get(config.lm_head_name)
     if embedding is None or lm_head is None or are_alike(embedding, lm_head):
         return config
     _LOG.warning(
-        "%s: config.json says tie_word_embeddings, but %s is stored and is not the embedding: it is used", path, LM_HEAD
+        "%s: config.json says tie_word_embeddings, but %s is stored and is not the embedding: it is used",
+        path,
+        config.lm_head_name,
     )
     return replace(config, tie_word_embeddings=False)
 
@@ -316,6 +317,10 @@ def _architecture(fields: ConfigFields, impl: ModelImpl) -> str:
         if impl == "raypp":
             hint = "transformers' modules compute it: --model-impl auto"
             raise text.error(other, repr(text.get(other)), "0 for raypp's own layers", hint)
+    text = fields.get("text_config")
+    of_text = TEXT_FAMILIES.get(str(text.get("model_type"))) if isinstance(text, dict) else None
+    if impl != "transformers" and of_text is not None:
+        return of_text
     if impl != "raypp" and listed and "agle" not in str(names):
         return f"{TRANSFORMERS}:{listed[0]}"
     raise ModelLoadError(

@@ -20,14 +20,14 @@ import torch.nn.functional as F  # noqa: N812
 
 from raypp.graphs.cost import GRAPH_MODES, GraphCost, GraphMode
 from raypp.models.attention_config import AttentionConfig
-from raypp.models.config import EMBEDDING, LM_HEAD, ModelConfig
+from raypp.models.config import EMBEDDING, ModelConfig
 from raypp.models.draft_head import DraftHead
 from raypp.models.layer import TransformerLayer, axis_frequencies, inverse_frequencies, read_norm, read_vocabulary
 from raypp.models.member_sizes import ONLY_MEMBER, Member
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes
 from raypp.models.vision_config import TOWER_PREFIXES
 from raypp.models.weights import WeightReader, WeightSource
-from raypp.ops.attention import AttentionBatch, Rotation
+from raypp.ops.attention import AttentionBatch, Rotation, query_growth
 from raypp.ops.backend import KernelSet, LMHead, Projection
 from raypp.ops.member_kernels import with_members
 from raypp.ops.members import Members
@@ -198,7 +198,7 @@ class DecoderModel:
             index = name.removeprefix(prefix).partition(".")[0]
             if index.isdecimal() and int(index) < config.num_layers + config.num_drafting_layers:
                 return int(index) in self._layer_indices
-        embeddings = {config.weight_prefix + EMBEDDING} | ({LM_HEAD} if config.tie_word_embeddings else set())
+        embeddings = (config.weight_prefix + EMBEDDING, config.lm_head_name)[: 1 + config.tie_word_embeddings]
         is_of_tower = name.startswith(TOWER_PREFIXES)
         is_of_head = config.mtp_prefix is not None and name.startswith(config.mtp_prefix)
         return self.is_last and name not in embeddings and not is_of_tower and not is_of_head
@@ -207,7 +207,7 @@ class DecoderModel:
         config, support, kernels = self._config, self._head_support, self.kernels
         weights, weight = whole.below(config.weight_prefix), self._embedding
         if weight is None or not config.tie_word_embeddings:
-            name = config.weight_prefix + EMBEDDING if config.tie_word_embeddings else LM_HEAD
+            name = config.weight_prefix + EMBEDDING if config.tie_word_embeddings else config.lm_head_name
             weight = read_vocabulary(config, whole, name)
         norm_weight = read_norm(config, weights, "norm.weight", config.hidden_size)
         if support is not None and support.gives_embedding:
@@ -253,6 +253,10 @@ class DecoderModel:
             self.kernels.rotation(positions, each, rope.attention_factor)
             for each, (_, rope) in zip(frequencies, self._rotations, strict=True)
         ]
+        for index, (_, turns) in enumerate(self._rotations):
+            if turns.query_growth:
+                growth = query_growth(positions, turns.query_growth, turns.original_max_position_embeddings)
+                ropes[index] = ropes[index]._replace(query_growth=growth)
         for depth, layer, rotation, cache in zip(
             self._layer_indices, self.layers, self._rotation_of, kv_caches, strict=True
         ):

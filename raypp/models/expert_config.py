@@ -46,7 +46,6 @@ _OF_GROUPS: dict[str, tuple[object, ...]] = {
     "topk_method": ("greedy", _BY_BEST),
     "routed_scaling_factor": (),
     "first_k_dense_replace": (),
-    "norm_topk_prob": (False,),
 }
 """The same of those whose scores are a softmax, with groups."""
 
@@ -83,6 +82,8 @@ def read_experts(fields: ConfigFields, family: ExpertFamily | None, num_layers: 
     if family is None or (family.switch is not None and not fields.flag(family.switch)):
         return None
     known = {**_ONLY, **(_OF_SIGMOID if family.has_sigmoid else _OF_GROUPS if family.has_groups else {})}
+    if family.normalizes is False:
+        known["norm_topk_prob"] = (False,)
     for name, allowed in known.items():
         value = None if name == family.shared else fields.get(name)
         if value is not None and allowed and value not in allowed:
@@ -102,7 +103,7 @@ def read_experts(fields: ConfigFields, family: ExpertFamily | None, num_layers: 
             raise fields.error("mlp_layer_types", kinds, f"{num_layers} of dense, sparse")
         first, dense = 0, [*dense, *(layer for layer, kind in enumerate(kinds) if kind == "dense")]
     num_groups, num_chosen_groups = (fields.integer(name, 1) for name in ("n_group", "topk_group"))
-    if family.has_groups and fields.get("topk_method") != _BY_BEST:
+    if family.num_ranking == 1 and fields.get("topk_method") != _BY_BEST:
         num_groups = num_chosen_groups = 1
     if num_experts % num_groups or (num_groups > 1 and num_experts < 2 * num_groups):
         raise fields.error("n_group", num_groups, f"a divisor of {num_experts} experts, with two or more in each")
@@ -128,7 +129,7 @@ def read_experts(fields: ConfigFields, family: ExpertFamily | None, num_layers: 
         has_sigmoid=family.has_sigmoid,
         num_groups=num_groups,
         num_chosen_groups=num_chosen_groups,
-        num_ranking=1 if family.has_groups and num_groups > 1 else 2,
+        num_ranking=family.num_ranking if num_groups > 1 else 2,
         scaling=fields.number("routed_scaling_factor", 1.0),
         has_pairs=family.has_pairs,
         gate_limit=limit,

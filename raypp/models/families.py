@@ -5,7 +5,7 @@ All have the layer of `raypp.models.layer`. Needs no torch, so that planning sta
 Sources: the published checkpoints' config.json and tensor names; transformers 5.17, `models/llama`, `models/qwen2`,
 `models/qwen3`, `models/qwen3_vl`, `models/qwen3_moe`, `models/mixtral`, `models/qwen3_vl_moe`, `models/qwen3_next`,
 `models/qwen3_5`, `models/qwen3_5_moe`, `models/gpt_oss`, `models/gemma3`, `models/gemma4`, `models/glm4_moe`,
-`models/minimax_m2`, `models/deepseek_v2`, `models/deepseek_v3`, `models/glm4_moe_lite`.
+`models/minimax_m2`, `models/deepseek_v2`, `models/deepseek_v3`, `models/glm4_moe_lite`, `models/mistral4`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Literal
 
 from raypp.models.attention_config import AttentionConfig, LatentConfig
 from raypp.models.config_fields import ConfigFields
+from raypp.models.rope_config import with_query_growth
 from raypp.models.vision_config import VisionFamily
 
 
@@ -48,6 +49,7 @@ class ExpertFamily:
     counts_shared: bool = False  # whether that key says how many experts large it is; it has no gate then
     has_sigmoid: bool = False  # whether a score is a sigmoid, with a correction, groups and a factor; see `Routing`
     has_groups: bool = False  # whether one that is no sigmoid has groups and a factor, too
+    num_ranking: int = 2  # see `Routing`; 1: there are groups only where `topk_method` says so
     has_pairs: bool = False  # whether gate and up take turns in one tensor, experts and router have biases (gpt-oss)
     gate_limit: float | None = None  # where config.json has no `swiglu_limit`; None: nothing is cut off
     switch: str | None = None  # the key that says whether there are experts; None: there are
@@ -74,6 +76,7 @@ LayerAttention = Callable[[ConfigFields, int, AttentionConfig], AttentionConfig]
 class Family:
     """What the checkpoints of an architecture have in common."""
 
+    head_dim: str = "head_dim"  # the key that says the elements of a head, of latents those that are rotated
     qkv_bias: bool | str = False  # of queries, keys and values: fixed, or the key of config.json that says it
     attention_output_bias: bool | str = False
     mlp_bias: bool | str = False
@@ -234,11 +237,9 @@ _GEMMA4 = Family(
 
 def _latent_attention(fields: ConfigFields, _: int, attention: AttentionConfig) -> AttentionConfig:
     """Return how a layer attends whose keys and values are made of latents."""
-    not_rotated, rotary_dim = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
-    head_dim, rope = not_rotated + rotary_dim, attention.rope
+    rotary_dim, rope = attention.head_dim, attention.rope
+    head_dim = fields.integer("qk_nope_head_dim") + rotary_dim
     assert rope is not None
-    if rotary_dim % 2:
-        raise fields.error("qk_rope_head_dim", rotary_dim, "an even number: rotary embedding pairs dimensions")
     if rope.share not in (1.0, rotary_dim / head_dim):
         raise fields.error("partial_rotary_factor", rope.share, "1: all of qk_rope_head_dim is rotated")
     has_neighbours = fields.get("rope_interleave")
@@ -247,6 +248,7 @@ def _latent_attention(fields: ConfigFields, _: int, attention: AttentionConfig) 
         num_kv_heads=1,
         head_dim=head_dim,
         v_dim=fields.integer("v_head_dim"),
+        rope=with_query_growth(fields, rope),
         scale=head_dim**-0.5 * rope.sharpness**2,
         latent=LatentConfig(
             rank=fields.integer("kv_lora_rank"),
@@ -257,8 +259,15 @@ def _latent_attention(fields: ConfigFields, _: int, attention: AttentionConfig) 
     )
 
 
+_ROPE_OF_MISTRAL_4 = {
+    "rope_type": "yarn",
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 _OF_DEEPSEEK = {
-    "head_dim": 64,  # of what is rotated; `_latent_attention` says the others
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,
@@ -267,6 +276,7 @@ _OF_DEEPSEEK = {
 }
 _DEEPSEEK_V3 = Family(
     has_mtp_layer=True,
+    head_dim="qk_rope_head_dim",
     qkv_bias="attention_bias",
     attention_output_bias="attention_bias",
     defaults={
@@ -451,9 +461,11 @@ FAMILIES = {
             shared="n_shared_experts",
             counts_shared=True,
             has_groups=True,
+            num_ranking=1,
         ),
     ),
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    "KimiK2ForCausalLM": _DEEPSEEK_V3,
     # GLM-4.7-Flash: GLM-4.5's experts, and latents.
     "Glm4MoeLiteForCausalLM": replace(
         _DEEPSEEK_V3,
@@ -469,5 +481,32 @@ FAMILIES = {
             "routed_scaling_factor": 1.8,
         },
     ),
+    # Mistral Small 4: latents, queries that grow with the position, experts chosen by a softmax.
+    "Mistral4ForCausalLM": replace(
+        _DEEPSEEK_V3,
+        has_mtp_layer=False,
+        defaults={
+            **_OF_DEEPSEEK,
+            "kv_lora_rank": 256,
+            "q_lora_rank": 1024,
+            "qk_nope_head_dim": 64,
+            "max_position_embeddings": 1048576,
+            "rope_parameters": _ROPE_OF_MISTRAL_4,
+            "norm_topk_prob": True,
+        },
+        experts=ExpertFamily(
+            names=ExpertNames(shared="shared_experts."),
+            normalizes="norm_topk_prob",
+            shared="n_shared_experts",
+            counts_shared=True,
+            has_groups=True,
+        ),
+    ),
 }
 """By the name of the architecture in config.json."""
+TEXT_FAMILIES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "kimi_k2": "KimiK2ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
+}
+"""By the `model_type` of a `text_config` beside a tower that raypp does not have: the model reads text alone."""

@@ -75,6 +75,8 @@ class LatentMixer:
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         assert rope is not None
+        if rope.query_growth is not None:
+            projected[0].mul_(rope.query_growth)
         return self.attention(projected, rope, cache, batch, out)
 
 

@@ -41,6 +41,8 @@ _PAIRS = "gate_up_proj"
 """The product of gates and ups that take turns."""
 _CLAMPED_ALPHA = 1.702  # of gpt-oss's gate
 _BLOCK_BYTES = 16  # of MXFP4: 32 inputs
+_FP8_SCALE, _FUSED_SCALE = "weight_scale_inv", "_scale_inv"
+"""Of an expert, and behind the name of a tensor of all of them."""
 _GATES: dict[Activation, Gate] = {"silu": SILU, "gelu": GELU}
 _LEAST_OUTPUTS = 16
 """Of a product: kernels are made for no fewer."""
@@ -580,9 +582,10 @@ class FusedExperts:
         fused        mlp.experts.gate_up_proj [E, 2 I, H], mlp.experts.down_proj [E, H, I]
         turned       mlp.experts.gate_up_proj [E, H, 2 I], mlp.experts.down_proj [E, I, H]
         MXFP4        mlp.experts.gate_up_proj_blocks [E, 2 I, H / 32, 16], .._scales [E, 2 I, H / 32], and so on
+        FP8          fused, and mlp.experts.gate_up_proj_scale_inv [E, 1, 1], or [E, 2 I / rows, H / columns] by block
 
     E experts of I dimensions. The published Qwen3-VL-MoE is turned; transformers 5 writes it fused, the others by
-    expert. gpt-oss is turned in 16 bits, and its first tensor is one product.
+    expert. gpt-oss is turned in 16 bits, and its first tensor is one product. Mistral Small 4 is in FP8.
 
     Args:
         source: Has the fused tensors.
@@ -611,6 +614,8 @@ class FusedExperts:
         # One of the two may be square, never both.
         self._has_inputs_first = all(source.shape_of(prefix + name) == _turned(shape) for name, shape in shapes.items())
         self._shapes = {name: _turned(shape) if self._has_inputs_first else shape for name, shape in shapes.items()}
+        if not self._has_inputs_first and source.shape_of(f"{prefix}gate_up_proj{_FUSED_SCALE}") is not None:
+            self._endings[_FP8_SCALE] = _FUSED_SCALE
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Index | None = None) -> torch.Tensor:
         """Return a tensor of one expert, or any other of the source.
@@ -618,20 +623,26 @@ class FusedExperts:
         Raises:
             ModelLoadError: the fused tensor is missing, has the wrong shape or type, or cannot be read.
         """
-        expert, _, layer = name.removeprefix(self._prefix).partition(".")
-        if not name.startswith(self._prefix) or not expert.isdecimal():
+        expert, module, kind = self._split(name)
+        if expert is None:
             return self._source.get(name, shape, dtype, where)
-        module, _, kind = layer.rpartition(".")
         if kind not in self._endings:
             raise ModelLoadError(
                 f"there is no tensor {name} for quantized experts",
                 got=f"experts in one tensor, {self._prefix}gate_up_proj{next(iter(self._endings.values()))}",
-                expected="experts in one tensor only in 16 or 32 bits, or in MXFP4",
+                expected="experts in one tensor only in 16 or 32 bits, in MXFP4, or in FP8",
                 hint="use a checkpoint that stores each expert by itself, or leave them out of quantization_config",
             )
         fused, rows = self._parts[module]
         outputs, inputs = (slice(None), slice(None)) if where is None else where
         assert isinstance(outputs, slice)
+        if kind == _FP8_SCALE:
+            num_parts = self._parts_of_scale(fused, rows)
+            first = shape[0] * (rows.start // (rows.stop - rows.start)) if num_parts > 1 else 0
+            begin, end, _ = outputs.indices(shape[0])
+            place: Index = (expert, slice(first + begin, first + end), inputs)
+            whole: tuple[int, ...] = (self._shapes[fused][0], num_parts * shape[0], shape[1])
+            return self._source.get(self._prefix + fused + _FUSED_SCALE, whole, dtype, place)
         begin, end, _ = outputs.indices(rows.stop - rows.start)
         outputs, stored = slice(rows.start + begin, rows.start + end), self._prefix + fused + self._endings[kind]
         num_experts, *sizes = self._shapes[fused]
@@ -641,14 +652,32 @@ class FusedExperts:
             first, last, _ = inputs.indices(shape[1])
             blocks = Span(first, last - first, shape[1]).by(math.prod(in_block))
             whole = (num_experts, sizes[0], blocks.total, *in_block)
-            return self._source.get(stored, whole, dtype, (int(expert), outputs, blocks.slice)).flatten(1)
-        place = (int(expert), *((inputs, outputs) if self._has_inputs_first else (outputs, inputs)))
+            return self._source.get(stored, whole, dtype, (expert, outputs, blocks.slice)).flatten(1)
+        place = (expert, *((inputs, outputs) if self._has_inputs_first else (outputs, inputs)))
         part = self._source.get(stored, self._shapes[fused], dtype, place)
         return (part.t() if self._has_inputs_first else part).contiguous()
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a stored tensor; those of single experts are none."""
-        return self._source.shape_of(name)
+        """Return the shape of a stored tensor; of single experts, there are scales in FP8 alone."""
+        expert, module, kind = self._split(name)
+        if expert is None or kind != _FP8_SCALE or kind not in self._endings:
+            return self._source.shape_of(name)
+        fused, rows = self._parts[module]
+        stored = self._source.shape_of(self._prefix + fused + _FUSED_SCALE) or (0, 0, 0)
+        return stored[1] // self._parts_of_scale(fused, rows), *stored[2:]
+
+    def _split(self, name: str) -> tuple[int | None, str, str]:
+        """Return the number of an expert, its linear layer, and which of its tensors a name is of; None: of none."""
+        expert, _, layer = name.removeprefix(self._prefix).partition(".")
+        module, _, kind = layer.rpartition(".")
+        return int(expert) if name.startswith(self._prefix) and expert.isdecimal() else None, module, kind
+
+    def _parts_of_scale(self, fused: str, rows: slice) -> int:
+        """Return of how many linear layers a tensor has scales, one after the other; 1: of all together."""
+        stored = self._source.shape_of(self._prefix + fused + _FUSED_SCALE)
+        if stored is None or stored[1:] == (1, 1):
+            return 1
+        return int(self._shapes[fused][1] // (rows.stop - rows.start))
 
     def type_of(self, name: str) -> torch.dtype | None:
         return self._source.type_of(name)

@@ -18,6 +18,7 @@ RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3", "proportion
 ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
 _ORIGINAL = "original_max_position_embeddings"
 _MAX = "max_position_embeddings"
+_GROWTH = "llama_4_scaling_beta"
 _SETTINGS = Path("the settings")
 """What errors of a setting name in place of a file."""
 _FIELDS = (
@@ -37,10 +38,11 @@ _FIELDS = (
     "mrope_section",
     "mrope_interleaved",
     "partial_rotary_factor",
+    _GROWTH,
 )
 
 
-_KEPT = ("rope_theta", "mrope_section", "mrope_interleaved", "partial_rotary_factor")
+_KEPT = ("rope_theta", "mrope_section", "mrope_interleaved", "partial_rotary_factor", _GROWTH)
 """Fields that another scaling does not change."""
 
 
@@ -59,6 +61,7 @@ class RopeConfig:
     truncates: bool = True
     attention_factor: float = 1.0  # what cosines and sines are multiplied by
     sharpness: float = 1.0  # by `mscale_all_dim`: of both sides of scores, where keys are of latents
+    query_growth: float = 0.0  # see `raypp.ops.attention.query_growth`; 0: queries do not grow
     stretched_to: int = 0  # dynamic only: positions that the base is chosen for
     mrope_section: tuple[int, int, int] | None = None
     """Pairs of a head that turn with time, height and width (M-RoPE); None: all with the index alone."""
@@ -125,6 +128,22 @@ def read_rope(
     if rope_type == "linear":
         return replace(rope, rope_type="linear", factor=factor), num_positions
     return _read_yarn(rope, scaling, factor, original), num_positions
+
+
+def with_query_growth(fields: ConfigFields, rope: RopeConfig) -> RopeConfig:
+    """Return how layers turn whose queries grow with the position, where the file says so.
+
+    Raises:
+        ModelLoadError: a field is missing or wrong.
+    """
+    _, scaling = _scaling_section(fields)
+    if not scaling.get(_GROWTH):
+        return rope
+    if rope.rope_type != "yarn":
+        raise scaling.error(
+            _GROWTH, scaling.get(_GROWTH), f"0, with rope_type {rope.rope_type}; others with yarn alone"
+        )
+    return replace(rope, query_growth=scaling.number(_GROWTH))
 
 
 def of_kind(fields: ConfigFields, kind: str) -> ConfigFields:

@@ -17,7 +17,11 @@ from raypp.models.config_fields import ConfigFields, read_json
 TOWER_PREFIX = "model.visual."
 TOWER_PREFIXES = (
     TOWER_PREFIX,
-    *(before + part for before in ("", "model.") for part in ("vision_tower.", "multi_modal_projector.")),
+    *(
+        before + part
+        for before in ("", "model.")
+        for part in ("vision_tower.", "multi_modal_projector.", "mm_projector.")
+    ),
     *(f"model.{part}." for part in ("audio_tower", "embed_vision", "embed_audio", "vision_embedder")),
 )
 """Of tensors of towers in checkpoints: Qwen3-VL's, then those of Gemma 3's and of ones that raypp does not have."""

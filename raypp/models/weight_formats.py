@@ -392,7 +392,8 @@ def check_shape(name: str, weight: Weight, shape: tuple[int, ...]) -> None:
 _DATA = ("weight", "weight_packed", "qweight")
 _SCALES = ("scales", "weight_scale", "weight_scale_inv")
 _OTHERS = ("input_zero_point", "qzeros", "g_idx", "weight_shape", "weight_g_idx", "weight_zero_point", "weight_scale_2")
-_PARTS = (*_DATA, *_SCALES, *_OTHERS, "weight_global_scale", "input_scale", "input_global_scale")
+_OF_ACTIVATIONS = ("input_scale", "input_global_scale", "activation_scale")
+_PARTS = (*_DATA, *_SCALES, *_OTHERS, *_OF_ACTIVATIONS, "weight_global_scale")
 
 
 def _read(

@@ -299,7 +299,7 @@ _UNUSED = (
     ".input_scale",  # of activations in few bits, which are never rounded by a scale of the checkpoint
     ".input_global_scale",
     ".input_zero_point",
-    ".activation_scale",
+    "activation_scale",  # of experts in one tensor, too
 )
 
 

@@ -197,6 +197,17 @@ class Rotation(NamedTuple):
 
     cos: torch.Tensor
     sin: torch.Tensor
+    query_growth: torch.Tensor | None = None
+    """[T, 1] float32: what queries are multiplied by besides; None: nothing. See `query_growth`."""
+
+
+def query_growth(positions: torch.Tensor, rate: float, context: int) -> torch.Tensor:
+    """Return 1 + rate * log(1 + contexts before a token), [T, 1] float32: later queries attend more sharply (Llama 4).
+
+    Shapes: positions [T] int64.
+    """
+    num_before = torch.div(positions, context, rounding_mode="floor").to(torch.float32)
+    return num_before.log1p_().mul_(rate).add_(1.0).unsqueeze(1)
 
 
 def rotary_angles(positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from operator import add
+from operator import add, mul
 
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer
 from raypp.models.config import ModelConfig
@@ -31,6 +31,9 @@ DECODE_ROWS = 32
 """Rows of a decode step that stages are cut for, without a measurement: about those of the constants below."""
 _GPU_BYTES_PER_MS = 4.3e9  # what an H200 reads in long stretches
 _GPU_LAYER_MS = 0.035  # of a decode layer beyond reading its weights, 8 to 64 rows
+_GPU_LATENT_MS = 0.03  # besides, where keys and values are of latents: launches; GLM-4.7-Flash, 1 row, 4.87 ms a token
+_GPU_LATENT_FLOPS_PER_MS = 2.7e11  # of decode rows over latents, 16 to 128 rows of 8,192 tokens
+_LATENT_TILE = 16  # heads of queries: products over latents are of so many, and of multiples
 _GPU_HEAD_MS = 0.05  # of norm, LM head, choosing tokens and writing what is fed back, 8 to 64 rows
 _GPU_DRAFT_MS = 0.007  # of either, for every draft that each row verifies besides its token, 8 to 32 rows
 _GPU_SCAN_MS = 2.7  # of a host that starts a gated delta net's scan of a chunk, per layer
@@ -63,17 +66,40 @@ class StepCosts:
         return costs
 
 
-def step_duration(num_bytes: float, num_layers: int, *, on_gpu: bool) -> float:
+def step_duration(num_bytes: float, model: ModelConfig, *, on_gpu: bool) -> float:
     """Return what a step through all layers and the LM head costs that reads so many bytes, in `estimated_costs`' unit.
 
     Args:
         num_bytes: Of weights.
-        num_layers: Of the model.
+        model: Its layers.
         on_gpu: Where it runs.
     """
     if not on_gpu:
         return num_bytes
-    return num_bytes / _GPU_BYTES_PER_MS + num_layers * _GPU_LAYER_MS + _GPU_HEAD_MS
+    return num_bytes / _GPU_BYTES_PER_MS + sum(map(_layer_ms, model.attention)) + _GPU_HEAD_MS
+
+
+def _layer_ms(layer: LayerMixer) -> float:
+    """Return what a decode layer takes on a GPU beyond reading its weights, milliseconds."""
+    return _GPU_LAYER_MS + _GPU_LATENT_MS * _has_latents(layer)
+
+
+def _has_latents(layer: LayerMixer) -> bool:
+    return isinstance(layer, AttentionConfig) and layer.latent is not None
+
+
+def _seen_ms(
+    layer: LayerMixer, num_queries: float, num_bytes: float, bytes_per_ms: float, latent_flops_per_ms: float
+) -> float:
+    """Return what attention of a decode row with so many queries takes for each token that it sees, milliseconds.
+
+    All heads multiply the latents that are read once for them, so many heads take longer than the memory.
+    """
+    reading = num_bytes / bytes_per_ms
+    if not (isinstance(layer, AttentionConfig) and layer.latent is not None):
+        return reading
+    num_products = _LATENT_TILE * math.ceil(layer.num_heads * num_queries / _LATENT_TILE)
+    return max(reading, 2.0 * num_products * (layer.latent.width + layer.latent.rank) / latent_flops_per_ms)
 
 
 def estimated_costs(
@@ -86,7 +112,8 @@ def estimated_costs(
     num_verified: float = 0,
     num_proposed: float = 0,
     drafting_bytes: float = 0,
-    kv_bytes: Sequence[float] | None = None,
+    num_seen: Sequence[float] | None = None,
+    kv_dtype_bytes: int = 2,
     gpu: Gpu | None = None,
 ) -> StepCosts:
     """Return the costs of a decode step, of one member of each stage.
@@ -103,7 +130,8 @@ def estimated_costs(
         num_verified: Drafts that each row verifies.
         num_proposed: Drafts that a head on the last stage makes for each row; 0 without one.
         drafting_bytes: What it reads for them.
-        kv_bytes: Of the KV cache, that the step reads in each layer; None: not counted.
+        num_seen: Tokens that all rows together see in each layer, of the KV cache; None: not counted.
+        kv_dtype_bytes: Of an element of the KV cache.
         gpu: Whose times they are; where nothing is known of it, an H200's.
     """
     num_decode_tokens = num_rows * (1 + num_verified)
@@ -116,20 +144,29 @@ def estimated_costs(
     roofline = RooflineCost(free_tokens)
     growth = roofline(num_tokens) / roofline(num_decode_tokens)
     layers = [growth * size.reads.of(num_tokens) for size in layer_sizes(model, dtype_bytes)]
-    if kv_bytes is not None:
-        layers = list(map(add, layers, kv_bytes))
+    of_token = kv_bytes_per_token(model, kv_dtype_bytes)
+    num_seen = num_seen or [0.0] * model.num_layers
     head = float(lm_head_bytes(model, dtype_bytes) + drafting_bytes)
     if not on_gpu:
-        return StepCosts(layers=layers, last_stage=head)
+        seen = map(mul, num_seen, of_token)
+        return StepCosts(layers=list(map(add, layers, seen)), last_stage=head)
+    flops_per_ms = _GPU_LATENT_FLOPS_PER_MS * speed.flops / H200.flops
     verify_ms = num_verified * _GPU_DRAFT_MS
-    layer_ms, head_ms = _GPU_LAYER_MS + verify_ms, _GPU_HEAD_MS + verify_ms
+    sums_ms, head_ms = 0.0, _GPU_HEAD_MS + verify_ms
     head_ms += num_proposed * _GPU_PROPOSAL_MS
     if model.num_members > 1:
-        layer_ms += layer_sums_ms(model, num_tokens)
+        sums_ms = layer_sums_ms(model, num_tokens)
         others = (model.num_members - 1) * model.vocab_rows * LOGIT_BYTES
         head_ms += num_decode_tokens * others / _JOINED_BYTES_PER_MS
     return StepCosts(
-        layers=[num_bytes / bytes_per_ms + layer_ms for num_bytes in layers],
+        layers=[
+            num_bytes / bytes_per_ms
+            + _layer_ms(layer)
+            + verify_ms
+            + sums_ms
+            + seen * _seen_ms(layer, 1 + num_verified, kv_bytes, bytes_per_ms, flops_per_ms)
+            for layer, num_bytes, seen, kv_bytes in zip(model.attention, layers, num_seen, of_token, strict=True)
+        ],
         last_stage=head / bytes_per_ms + head_ms,
     )
 

@@ -19,7 +19,7 @@ from raypp.errors import ConfigError, ResourceError
 from raypp.models.attention_config import ModulesConfig
 from raypp.models.config import ModelConfig
 from raypp.models.registry import resolve_config_path
-from raypp.models.sizes import kv_bytes_per_token, layer_sizes
+from raypp.models.sizes import layer_sizes
 from raypp.plan.engine_layout import EngineLayout, lay_out
 from raypp.plan.engine_plan import EnginePlan, plan_layout
 from raypp.plan.hardware import GpuAsk, Hardware, Machine, busy_gpus, described_hardware, num_machines_for
@@ -91,10 +91,9 @@ class Fit:
         num_cohorts = min(num_requests, num_stages)
         num_rows = -(-num_requests // num_cohorts)
         num_tokens = typical_length(self) / 2
-        of_token = kv_bytes_per_token(layout.model, layout.kv_dtype_bytes)
-        kv_bytes = [
-            num_rows * num_bytes * min(num_tokens, (layer.attention and layer.attention.window) or num_tokens)
-            for num_bytes, layer in zip(of_token, layout.model.attention, strict=True)
+        num_seen = [
+            num_rows * min(num_tokens, (layer.attention and layer.attention.window) or num_tokens)
+            for layer in layout.model.attention
         ]
         head = None if layout.draft_head is None else layout.draft_head.config
         costs = stage_costs(
@@ -106,7 +105,8 @@ class Fit:
                 layout.device,
                 layout.gpus,
                 num_rows=num_rows,
-                kv_bytes=kv_bytes,
+                num_seen=num_seen,
+                kv_dtype_bytes=layout.kv_dtype_bytes,
             ),
             layout.layers,
         )

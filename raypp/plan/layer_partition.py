@@ -103,7 +103,8 @@ def costs_of(
     gpus: Sequence[StageGpus],
     *,
     num_rows: int | None = None,
-    kv_bytes: Sequence[float] | None = None,
+    num_seen: Sequence[float] | None = None,
+    kv_dtype_bytes: int = 2,
 ) -> list[StepCosts]:
     """Return the costs of a step for each stage, with the prompts and drafts that it usually has.
 
@@ -115,7 +116,8 @@ def costs_of(
         device: Of the stages.
         gpus: Of each stage.
         num_rows: That decode; None: as many as stages are cut for.
-        kv_bytes: See `estimated_costs`.
+        num_seen: See `estimated_costs`.
+        kv_dtype_bytes: See there.
     """
     num_rows = num_rows or min(DECODE_ROWS, max_step_rows(config))
     num_proposed = 0.0 if head is None else float(config.speculative.max_drafts)
@@ -131,7 +133,8 @@ def costs_of(
             num_verified=config.speculative.usual_drafts,
             num_proposed=num_proposed,
             drafting_bytes=0 if head is None else head.drafting_bytes(num_proposed, dtype_bytes),
-            kv_bytes=kv_bytes,
+            num_seen=num_seen,
+            kv_dtype_bytes=kv_dtype_bytes,
             gpu=gpu,
         )
         for gpu in {of_stage.weakest for of_stage in gpus}

@@ -216,7 +216,7 @@ def draft_cost(model: ModelConfig, dtype_bytes: int, device: str, free_step_toke
     active_bytes = sum(size.num_active for size in plain) * dtype_bytes
 
     def duration(num_bytes: float) -> float:
-        return step_duration(num_bytes + head_bytes, model.num_layers, on_gpu=device == "cuda")
+        return step_duration(num_bytes + head_bytes, model, on_gpu=device == "cuda")
 
     empty = duration(reads.always)
     return RooflineCost(

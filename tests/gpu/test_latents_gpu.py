@@ -21,15 +21,16 @@ from raypp.ops.cuda.step_attention import PrefillSpace
 from raypp.ops.kv_cache import LayerCache
 
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
-DEEPSEEK, MEMBER, GLM_FLASH, ODD = (
+DEEPSEEK, MEMBER, GLM_FLASH, MISTRAL, ODD = (
     (128, 128, 64, 512, 128),
     (16, 128, 64, 512, 128),
     (20, 192, 64, 512, 256),
+    (32, 64, 64, 256, 128),
     (6, 24, 8, 40, 24),
 )
 
 
-@pytest.mark.parametrize("sizes", [DEEPSEEK, MEMBER, GLM_FLASH, ODD], ids=str)
+@pytest.mark.parametrize("sizes", [DEEPSEEK, MEMBER, GLM_FLASH, MISTRAL, ODD], ids=str)
 @pytest.mark.parametrize("query_len", [1, 2, 4, 9])
 @pytest.mark.parametrize("scale", [None, 0.5], ids=["16 bits", "fp8_kv"])
 def test_decode(sizes, query_len, scale):
@@ -44,7 +45,7 @@ def test_cuts(tuning):
     check_latents(BF16, DEEPSEEK, [1000, 1, 64, 129], tuning=tuning)
 
 
-@pytest.mark.parametrize("sizes", [DEEPSEEK, MEMBER, GLM_FLASH, ODD], ids=str)
+@pytest.mark.parametrize("sizes", [DEEPSEEK, MEMBER, GLM_FLASH, MISTRAL, ODD], ids=str)
 @pytest.mark.parametrize("scale", [None, 0.5], ids=["16 bits", "fp8_kv"])
 def test_prefill_beside_decode(sizes, scale, monkeypatch):
     prefill = [(700, 700), (37, 1000), (1, 40), (512, 1500)]

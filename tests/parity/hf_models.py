@@ -23,7 +23,7 @@ EXPERT_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "minimax_m2")
 FAMILIES = DENSE_FAMILIES + EXPERT_FAMILIES
 WINDOW_FAMILIES = ("mistral", "ministral", "gpt_oss", "gemma2", "gemma3", "gemma4", "gemma4_moe")
 """With a window: in all layers, and in some."""
-LATENT_FAMILIES = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite")
+LATENT_FAMILIES = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "mistral4")
 """Keys and values are made of latents."""
 GEMMA = ("gemma2", "gemma3")
 GEMMA4 = ("gemma4", "gemma4_moe")
@@ -57,6 +57,7 @@ _ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3",
     "deepseek_v2": "DeepseekV2",
     "glm4_moe_lite": "Glm4MoeLite",
+    "mistral4": "Mistral4",
     "minimax_m2": "MiniMaxM2",
 }
 _GQA_RATIOS = (1, 2, 4)
@@ -79,6 +80,7 @@ _WEIGHT_SCALES = {
     "deepseek_v3": (0.2, 0.25, 0.3),
     "deepseek_v2": (0.2, 0.25, 0.3),
     "glm4_moe_lite": (0.2, 0.25, 0.3),
+    "mistral4": (0.2, 0.25, 0.3),
     "qwen3_5": (0.15, 0.2, 0.25),
     "qwen3_5_moe": (0.1, 0.12, 0.15),
     "qwen3_next": (0.1, 0.12, 0.15),
@@ -96,6 +98,12 @@ _LLAMA3_ROPE = {
 }
 _LOCAL_ROPE = {"rope_type": "default", "rope_theta": 300.0}
 _YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+_GROWTH: tuple[dict[str, Any], ...] = (
+    {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    {"llama_4_scaling_beta": 0.7, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 7},
+    {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 32, "factor": 16.0},
+)
+"""Of queries, with the position; contexts of a few tokens, so that prompts feel it."""
 
 
 def make_checkpoint(family: str, seed: int, directory: Path, *, min_layers: int = 2, **others: Any) -> Path:
@@ -219,6 +227,8 @@ def _configuration(family: str, seed: int, min_layers: int) -> dict[str, Any]:
         rope |= _YARN_ROPE | ({"truncate": False} if seed % 3 == 1 else {"mscale": 1.0, "mscale_all_dim": 0.7})
     elif seed % 7 == 6:
         rope |= {"rope_type": "dynamic", "factor": 4.0}
+    if family == "mistral4":  # transformers' other ropes turn a whole head
+        rope |= _YARN_ROPE | _GROWTH[seed % 3]
     if family in ("glm4_moe", "minimax_m2"):
         rope |= {"partial_rotary_factor": (0.5, 1.0, 0.5)[seed % 3]}
     if family == "gemma3":
@@ -261,7 +271,7 @@ def _latents(family: str, seed: int) -> dict[str, Any]:
         "kv_lora_rank": rng.choice((8, 20, 34 if is_v2 else 33)),  # whose modules of transformers take pairs alone
         "q_lora_rank": rng.choice((12, 27)) if seed % 3 else None,
         "qk_nope_head_dim": rng.choice((6 if is_v2 else 7, 12, 16)),
-        "qk_rope_head_dim": rng.choice((4, 6, 8)),
+        "qk_rope_head_dim": rng.choice((4, 6, 32)),
         "v_head_dim": rng.choice((9, 12, 16)),
     }
     return sizes if is_v2 else sizes | {"rope_interleave": seed % 4 != 3}
@@ -373,9 +383,11 @@ def _write_published_form(file: Path) -> None:
 @lru_cache(maxsize=2)
 def load_reference(path: Path) -> Any:
     """Return transformers' model of a directory, in float32."""
-    auto, config = transformers.AutoModelForCausalLM, json.loads((path / "config.json").read_text())
+    config = json.loads((path / "config.json").read_text())
+    is_known = config["model_type"] != "mistral4"  # to `AutoModelForCausalLM`, in transformers 5.17
+    model_class: Any = transformers.AutoModelForCausalLM if is_known else transformers.Mistral4ForCausalLM
     attention = "eager" if config["model_type"] in ("gpt_oss", "gemma2") else "sdpa"
-    return auto.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
+    return model_class.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
 
 
 @torch.inference_mode()

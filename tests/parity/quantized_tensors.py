@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ _GROUP = 8
 _BLOCK = (12, 20)  # which divides few sizes
 _CODE_BITS, _CODES = 4, 8
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+OF_LATENTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+_EXPERTS = ("gate_up_proj", "down_proj")
+"""Tensors of all experts, where they are no layers of each."""
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
@@ -84,6 +88,8 @@ CONFIGS = {
     "mxfp4": _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
     "nvfp4": _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
     "modelopt nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head*"]},
+    "fp8 static": _fp8(activation_scheme="static", weight_block_size=None, modules_to_not_convert=["lm_head"]),
+    "compressed int4 of 32": _int4(strategy="group", group_size=32),
     "modelopt fp8": {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]},
 }
 """By a name of our own, the `quantization_config` of checkpoints whose tensors `quantized_layer` writes."""
@@ -136,6 +142,8 @@ def _eight_bits(
         return {"weight": data, "weight_scale": stored.bfloat16()}, values
     if structure:
         return {"weight": data, "weight_scale_inv": scale}, values
+    if form == "fp8 static":
+        return {"weight": data, "weight_scale_inv": scale.reshape(()), "activation_scale": torch.ones(())}, values
     return {"weight": data, "weight_scale": scale.reshape(()), "input_scale": torch.ones(())}, values
 
 
@@ -179,7 +187,7 @@ def _four_bits(
     form: str, config: dict[str, Any], weight: torch.Tensor, order_seed: int
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     num_outputs, num_inputs = weight.shape
-    group = num_inputs if "channel" in form else _GROUP
+    group = num_inputs if "channel" in form else 32 if form.endswith("of 32") else _GROUP
     has_zeros = "zeros" in form or form in ("awq", "compressed int4 channel")
     is_awq = form.endswith("awq")
     num_groups = math.ceil(num_inputs / group)
@@ -257,15 +265,19 @@ def quantize_checkpoint(
 ) -> None:
     """Write a checkpoint with the linear layers of another, of one file, in few bits, and one with the same values.
 
-    Queries and values have different act-orders; a gate and what it is multiplied with have one. Linear layers that are
-    `left` in 16 bits are named in config.json.
+    Queries and values have different act-orders; a gate and what it is multiplied with have one. Linear layers whose
+    names match what is `left` in 16 bits are named in config.json.
     """
     small: dict[str, torch.Tensor] = {}
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         module, _, kind = name.rpartition(".")
         layer = module.rpartition(".")[2]
-        if kind != "weight" or layer not in linear:
+        if kind in _EXPERTS and tensor.ndim == 3 and "fp8" in form:
+            stored, plain[name] = _experts_in_one(form, tensor.float(), 1 + (kind == "gate_up_proj"))
+            small |= {f"{name}{end}": part for end, part in stored.items()}
+            continue
+        if kind != "weight" or layer not in linear or any(re.search(rf"{each}(\.|$)", module) for each in left):
             small[name] = plain[name] = tensor
             continue
         tensors, plain[name] = quantized_layer(form, tensor.float(), order_seed=int(layer == "v_proj"))
@@ -283,6 +295,20 @@ def quantize_checkpoint(
         directory.mkdir()
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         (directory / "config.json").write_text(json.dumps({**config, **more}))
+
+
+def _experts_in_one(form: str, weights: torch.Tensor, num_parts: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return experts in FP8 as one tensor, with a scale of all or of each block, and the values that they stand for."""
+    is_in_blocks = "blocks" in form
+    data, scales, values = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
+    for weight in weights:
+        parts = [quantized_layer(form, part) for part in weight.chunk(num_parts if is_in_blocks else 1)]
+        data.append(torch.cat([stored["weight"].view(torch.uint8) for stored, _ in parts]).view(torch.float8_e4m3fn))
+        found = [stored["weight_scale_inv"] for stored, _ in parts]
+        scales.append(torch.cat(found) if is_in_blocks else found[0].reshape(1, 1))
+        values.append(torch.cat([each for _, each in parts]))
+    more = {} if is_in_blocks else {"_activation_scale": torch.ones(len(weights))}
+    return {"": torch.stack(data), "_scale_inv": torch.stack(scales), **more}, torch.stack(values)
 
 
 def quantize_experts(plain: Path, quantized: Path) -> None:

@@ -62,7 +62,7 @@ def _full(*values):
         "gemma3",
         "gemma4_moe",
         "deepseek_v3",
-        *map(_full, ("deepseek_v2", "glm4_moe_lite")),
+        *map(_full, ("deepseek_v2", "glm4_moe_lite", "mistral4")),
         *map(_full, ("llama", "qwen2", "mixtral", "glm4_moe", "mistral", "ministral", "gpt_oss", "gemma2", "gemma4")),
         *map(_full, ("qwen3_5", "qwen3_next")),
     ],

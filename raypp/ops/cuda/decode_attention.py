@@ -221,7 +221,7 @@ class TritonDecode:
         assert tuning.num_splits == 1 or num_floats <= self._workspace.floats.numel(), "more splits than reserved"
         norm, cos, sin, slot_mapping = None, source, source, source
         if fresh is not None:
-            norm, (cos, sin), slot_mapping = heads.norm, fresh[0], fresh[1]
+            norm, cos, sin, slot_mapping = heads.norm, fresh[0].cos, fresh[0].sin, fresh[1]
         k_scale, v_scale, is_fp8 = 1.0, 1.0, cache.keys.dtype == FP8
         if is_fp8:
             k_scale, v_scale = heads.k_scale, heads.v_scale

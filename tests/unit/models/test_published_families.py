@@ -245,6 +245,7 @@ def test_glm45_air(tmp_path: Path) -> None:
     [
         ("deepseek-v3", 671.0e9, 36.6e9, 128 * (192 + 128)),
         ("kimi-k2", 1026.4e9, 31.7e9, 64 * (192 + 128)),
+        ("kimi-k2-int4", 1026.4e9, 31.7e9, 64 * (192 + 128)),
         ("glm-4.7-flash", 29.9e9, 3.6e9, 20 * (256 + 256)),
     ],
 )
@@ -261,6 +262,53 @@ def test_latents(name: str, total: float, active: float, expanded: int) -> None:
     part = of_one_member(config, 4)
     assert kv_bytes_per_token(part, 2) == kv_bytes_per_token(config, 2)
     assert part.attending[0].num_heads == layer.num_heads // 4
+
+
+def test_mistral_small_4(tmp_path: Path) -> None:
+    config = load_model_config(SHAPES / "mistral-small-4")
+    assert parameter_counts(config) == (pytest.approx(119e9, rel=0.002), pytest.approx(6.1e9, rel=0.01))
+    assert kv_bytes_per_token(config, 2) == [2 * 320] * 36
+    assert (config.vision, config.quantization is None) == (None, False)
+    layer, experts = config.attending[0], config.experts
+    assert layer.rope is not None
+    assert (layer.rope.query_growth, layer.rope.original_max_position_embeddings) == (0.1, 8192)
+    assert layer.scale == pytest.approx(128**-0.5 * (0.1 * math.log(128) + 1) ** 2)
+    assert experts is not None
+    assert (experts.has_sigmoid, experts.normalizes, experts.num_ranking, experts.num_groups) == (False, True, 2, 1)
+    values = json.loads((SHAPES / "mistral-small-4" / "config.json").read_text())["text_config"]
+    alone = {**values, "architectures": ["Mistral4ForCausalLM"]}
+    groups = read(tmp_path, alone, n_group=4, topk_group=2).experts
+    assert groups is not None
+    assert (groups.num_groups, groups.num_chosen_groups, groups.num_ranking) == (4, 2, 2)
+    del alone["rope_parameters"]  # what is unsaid
+    unsaid = read(tmp_path, alone).attending[0].rope
+    assert unsaid == replace(layer.rope, share=1.0)
+    steady = read(tmp_path, alone, rope_scaling={"type": "yarn", "factor": 4.0}).attending[0].rope
+    assert steady is not None
+    assert steady.query_growth == 0.0
+    for wrong in ({"rope_type": "linear", "factor": 2.0}, {"rope_type": "yarn", "llama_4_scaling_beta": -1}):
+        with pytest.raises(ModelLoadError, match="llama_4_scaling_beta"):
+            read(tmp_path, alone, rope_parameters={"llama_4_scaling_beta": 0.1} | wrong)
+    read(tmp_path, alone)
+    longer = load_model_config(tmp_path, rope_scaling={"rope_type": "yarn", "factor": 2.0}).attending[0].rope
+    assert longer is not None
+    assert (longer.factor, longer.query_growth, longer.original_max_position_embeddings) == (2.0, 0.1, 8192)
+
+
+@pytest.mark.parametrize("name", ["kimi-k2", "kimi-k2-int4"])
+def test_names_of_kimi(name: str, tmp_path: Path) -> None:
+    """Its config.json may name DeepSeek-V3 or itself; Kimi-K2.5 has it beside a tower."""
+    values = json.loads((SHAPES / name / "config.json").read_text())
+    known = read(tmp_path, values)
+    own = read(tmp_path, values, architectures=["KimiK2ForCausalLM"])
+    whole = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": values}
+    beside = read(tmp_path, {**whole, "vision_config": {"hidden_size": 1152}, "tie_word_embeddings": False})
+    assert own == beside == replace(known, architecture="KimiK2ForCausalLM")
+    assert known.quantization is not None
+    covers = known.quantization.covers
+    assert covers("model.layers.1.mlp.experts.0.gate_proj")
+    others = ("self_attn.kv_b_proj", "mlp.shared_experts.up_proj", "mlp.gate_proj")
+    assert {covers(f"model.layers.1.{module}") for module in others} == {not name.endswith("int4")}
 
 
 def test_latents_without_a_query_rank(tmp_path: Path) -> None:
