@@ -33,10 +33,11 @@ RowsOperation = Callable[[torch.Tensor], torch.Tensor]
 
 _Operation = TypeVar("_Operation", bound=RowsOperation)
 
-_MOST_ROWS, _MOST_BYTES = 600, 64 << 20  # of a result
-_PARTS = (slice(0, 1), slice(1, 2), slice(2, 9), slice(3, 36), slice(17, 82), slice(40, 240), slice(1, _MOST_ROWS))
-_LENGTH, _CHUNK = 700, 300  # tokens of a row, and of its first chunk
-_DECODE_LENGTHS = (_LENGTH, _LENGTH - 1, 500, 257, 256, 3) * 12
+_MOST_ROWS, _MOST_BYTES = 2200, 256 << 20  # of a result
+_PARTS = tuple(slice(*ends) for ends in ((0, 1), (1, 2), (2, 9), (5, 29), (3, 36), (17, 82), (40, 240), (1, 900)))
+_LENGTH, _CHUNK = 5300, 1300  # tokens of a row, and of its first chunk
+_DECODE_LENGTHS = (_LENGTH, _LENGTH - 1, 4097, 700, 257, 256, 3) * 10
+_QUERY_LENS = (1, 3)  # tokens of a decode row, drafts included
 _MAX_GROUPS = 64  # of layers with block tables of their own
 
 
@@ -158,10 +159,10 @@ class InvarianceCheck:
         frequencies = torch.logspace(0, -4, (heads.rotary_dim or heads.head_dim) // 2, device=self._device)
 
         def attend(cache: LayerCache, positions: Sequence[int], num_decode_rows: int, query_len: int) -> torch.Tensor:
-            """Return the output of tokens of the row: of decode rows of one token each, or of a chunk."""
+            """Return the output of tokens of the row: of decode rows of so many tokens each, or of a chunk."""
             at = torch.tensor(positions, device=self._device)
             num_rows = num_decode_rows or 1
-            lengths = at[-num_rows:] + 1
+            lengths = at.view(num_rows, -1)[:, -1] + 1
             batch = AttentionBatch(
                 num_decode_rows=num_decode_rows,
                 decode_query_len=query_len,
@@ -184,9 +185,10 @@ class InvarianceCheck:
         if not torch.equal(torch.cat(chunks), whole):
             _refuse(name, f"a prompt of {_LENGTH} tokens differs in chunks of {_CHUNK} and {_LENGTH - _CHUNK}")
         for lengths in (_DECODE_LENGTHS[:1], _DECODE_LENGTHS):
-            positions = [length - 1 for length in lengths]
-            if not torch.equal(attend(caches[1], positions, len(lengths), 1), whole[positions]):
-                _refuse(name, f"tokens differ as {len(lengths)} decode rows and in a prompt")
+            for query_len in _QUERY_LENS:
+                positions = [length - query_len + index for length in lengths for index in range(query_len)]
+                if not torch.equal(attend(caches[1], positions, len(lengths), query_len), whole[positions]):
+                    _refuse(name, f"tokens differ as {len(lengths)} decode rows of {query_len} and in a prompt")
 
 
 def _named(operation: str, weight: Weight) -> str:

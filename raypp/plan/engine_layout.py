@@ -22,6 +22,7 @@ from raypp.models.config import ModelConfig, as_stored, load_model_config
 from raypp.models.member_sizes import of_one_member
 from raypp.models.quantization import ONLINE_FP8, Quantization
 from raypp.models.sizes import kv_bytes_per_token, parameter_counts, state_bytes_per_row
+from raypp.ops.sample.draw_sizes import MAX_REPORTED
 from raypp.plan.encoder_plan import EncoderPlan, plan_encoders
 from raypp.plan.hardware import Hardware, StageGpus, gpus_of_stages
 from raypp.plan.layer_partition import LayerRoom, costs_of, layer_room, layers_per_stage
@@ -285,6 +286,10 @@ def _refuse_for_transformers(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
+_MOST_HEAD, _MOST_GROUP = 256, 64
+"""Of `raypp.ops.cuda.invariant_attention`, which needs torch."""
+
+
 def _check_batch_invariant(config: EngineConfig, model: ModelConfig, *, device: str, dtype: str) -> None:
     """Refuse what would give a row other bits beside other rows, or in another step.
 
@@ -299,6 +304,15 @@ def _check_batch_invariant(config: EngineConfig, model: ModelConfig, *, device: 
         "images, which encoders compute in batches (num_encoders=0 leaves them out)": model.vision is not None,
         "recurrent states, which prompts compute in chunks": model.has_row_states,
         "latents, which prompts expand and decode steps do not": any(each.latent for each in model.attending),
+        "a norm of all heads at once, which torch sums": model.has_wide_qk_norm,
+        f"heads of more than {_MOST_HEAD}, or more than {_MOST_GROUP} query heads per KV head": any(
+            max(each.head_dim, each.v_dim) > _MOST_HEAD or each.num_heads > _MOST_GROUP * each.num_kv_heads
+            for each in model.attending
+            if each.latent is None
+        ),
+        f"more than {MAX_REPORTED} log-probabilities, which torch sums (max_logprobs)": not (
+            0 <= config.model.max_logprobs <= MAX_REPORTED
+        ),
     }
     found = [reason for reason, is_so in reasons.items() if is_so]
     if found:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from raypp.messages import Bytes, Int32s, StepLogprobs, pack_inside
 from raypp.ops.host_to_device import to_device
-from raypp.ops.sample.draw_sizes import MAX_REPORTED
+from raypp.ops.sample.draw_sizes import MAX_REPORTED, MAX_SCORED
 from raypp.ops.sample.token_choice import TopLogprobs, top_logprobs
 from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_batch import StepBatch
@@ -24,8 +24,8 @@ from raypp.stage.step_end import Sampler
 from raypp.stage.step_result import to_host
 from raypp.starting_rows import StartingRows
 
-_SLICE_TOKENS = 128
-"""Prompt tokens whose logits are held at a time: 78 MB in float32 for a vocabulary of 152,000."""
+_SLICE_TOKENS = MAX_SCORED
+"""Prompt tokens whose logits are held at a time."""
 
 _NONE = -1
 
@@ -149,11 +149,18 @@ class LogprobReporter:
         chosen = token_ids.index_select(0, positions).to(torch.int64)
         num_top = min(num_top, self._vocab_size)
         asked = logits.index_select(0, positions)
+        return _to_host([self._top(asked, chosen, num_top)])
+
+    def _top(self, logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> TopLogprobs:
+        """Return log-probabilities of positions. By a kernel where there is one: its sums have fixed parts."""
         if num_top > MAX_REPORTED or self._device.type == "cpu":
-            return _to_host([top_logprobs(asked, chosen, num_top, self._sampler.part)])
-        rows = to_device(batch.logits_rows_np[asking].astype(np.int64), self._device)
-        top = self._sampler.report(asked, rows, chosen)
-        return _to_host([TopLogprobs(top.token_ids[:, : 1 + num_top], top.logprobs[:, : 1 + num_top], top.ranks)])
+            return top_logprobs(logits, chosen, num_top, self._sampler.part)
+        rows = torch.arange(len(chosen), device=self._device)
+        counts = torch.full((len(chosen),), 1 + num_top, dtype=torch.int32, device=self._device)
+        top = self._sampler.report(logits, rows, chosen, counts)  # until the next call
+        return TopLogprobs(
+            top.token_ids[:, : 1 + num_top].clone(), top.logprobs[:, : 1 + num_top].clone(), top.ranks.clone()
+        )
 
     def _chunks(self, batch: StepBatch) -> list[_Chunk]:
         chunks, plan = [], batch.plan
@@ -180,7 +187,7 @@ class LogprobReporter:
             for first_token, token_ids in chunk.slices():
                 logits = compute_logits(hidden[first_token : first_token + len(token_ids)])
                 wanted = to_device(token_ids.astype(np.int64), self._device)
-                tops.append(top_logprobs(logits, wanted, min(num_top, self._vocab_size), self._sampler.part))
+                tops.append(self._top(logits, wanted, min(num_top, self._vocab_size)))
         return _to_host(tops)
 
 

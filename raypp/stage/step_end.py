@@ -108,12 +108,20 @@ class Sampler:
             return self._choice.greedy(logits)
         return self._choice.draw(logits, rows, positions, self.rows.tables, truncates=Needs.TRUNCATE in needs)
 
-    def report(self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor) -> TopLogprobs:
+    def report(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        chosen: torch.Tensor,
+        num_reported: torch.Tensor | None = None,
+    ) -> TopLogprobs:
         """Return the log-probabilities of positions whose rows ask for some, until the next call.
 
-        Shapes: logits [N, V], the model's own; rows, chosen [N] int64. See `TokenChoice.report`.
+        Shapes: logits [N, V], the model's own; rows, chosen [N] int64; num_reported by row int32, None: what the
+        requests of rows ask for. See `TokenChoice.report`.
         """
-        return self._choice.report(logits, rows, chosen, self.rows.tables.num_reported)
+        asked = self.rows.tables.num_reported if num_reported is None else num_reported
+        return self._choice.report(logits, rows, chosen, asked)
 
     def hold(self, tokens: StepTokens, masks: StepMasks, draft_table: torch.Tensor | None) -> StepTokens:
         """Return the tokens that rows keep: under a grammar, each at most as many as it has masks for.

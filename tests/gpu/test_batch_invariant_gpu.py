@@ -53,7 +53,15 @@ def made_requests(vocab_size: int = 50_000) -> list[tuple[list[int], SamplingPar
     requests = []
     for index in range(NUM_REQUESTS):
         own = [rng.randrange(vocab_size) for _ in range(int(1000 ** rng.random()))]
-        params = {"max_tokens": NUM_TOKENS, "seed": index, "logprobs": 0, "ignore_eos": True, **kinds[index % 3]}
+        scored = {"prompt_logprobs": 3} if index % 8 == 1 else {}
+        params = {
+            **scored,
+            "max_tokens": NUM_TOKENS,
+            "seed": index,
+            "logprobs": 0,
+            "ignore_eos": True,
+            **kinds[index % 3],
+        }
         requests.append(((shared if index % 4 == 0 else []) + own, SamplingParams(**params)))
     return requests
 
@@ -67,7 +75,9 @@ def answers_of(outputs: Sequence[Any]) -> list[Answer]:
     for output in outputs:
         tokens = tuple(output.outputs[0].token_ids)
         by_token = output.outputs[0].logprobs
-        answers.append((tokens, tuple(entry[token].logprob for entry, token in zip(by_token, tokens, strict=True))))
+        logprobs = [entry[token].logprob for entry, token in zip(by_token, tokens, strict=True)]
+        of_prompt = [each.logprob for entry in output.prompt_logprobs or [] for each in (entry or {}).values()]
+        answers.append((tokens, (*logprobs, *of_prompt)))
     return answers
 
 

@@ -198,7 +198,8 @@ class CudaKernels:
         is_shared: bool = False,
     ) -> LMHead:
         matrix = weight.dequantized(self._dtype)
-        if norm_weight is None or is_shared:
+        # Folded or not, the norm's weight is rounded otherwise: whether a draft head shares this one must not matter.
+        if norm_weight is None or is_shared or self._device.is_invariant:
             head = self._projection(Product(Weight(matrix)), is_float32=True)
             if norm_weight is None:
                 return head

@@ -108,7 +108,8 @@ class InvariantAttention:
         num_splits = min(_MAX_SPLITS, num_parts, 3 * self._device.num_processors // max(1, num_pairs))
         if num_pairs * num_parts * self._part_floats(min(query_len, self._tile_tokens)) > _SPLIT_FLOATS:
             num_splits = 1
-        self._launch(q, cache, seq_lens, block_tables, None, num_tiles, query_len, max(1, num_splits), heads, out)
+        num_splits = 1 << max(1, num_splits).bit_length() - 1  # of which there are few: each is another kernel
+        self._launch(q, cache, seq_lens, block_tables, None, num_tiles, query_len, num_splits, heads, out)
 
     def plan(self, batch: AttentionBatch, ring_entry: int) -> object:
         tiles, first = list[tuple[int, int, int, int]](), 0

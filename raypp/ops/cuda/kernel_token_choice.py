@@ -12,7 +12,7 @@ from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
 from raypp.ops.cuda.thresholds import load_logits
 from raypp.ops.cuda.verify_kernels import hold
 from raypp.ops.row_tokens import StepTokens
-from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS, MAX_REPORTED
+from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS, MAX_REPORTED, MAX_SCORED
 from raypp.ops.sample.tables import AdjustedLogits, Adjustments, RowTables
 from raypp.ops.sample.token_choice import TopLogprobs, top_of_members
 from raypp.ops.sample.token_history import TokenHistory
@@ -245,5 +245,6 @@ class KernelTokenChoice(TokenChooser):
     ) -> TopLogprobs:
         """Return the log-probabilities of positions whose rows ask; see `Reporter`."""
         if self._reporter is None:
-            self._reporter = Reporter(self._max_positions, logits.shape[1], self._device, self._part)
+            most = max(self._max_positions, MAX_SCORED)
+            self._reporter = Reporter(most, logits.shape[1], self._device, self._part)
         return self._reporter.report(logits, rows, chosen, num_reported)

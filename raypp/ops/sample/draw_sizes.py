@@ -8,6 +8,9 @@ MAX_NUM_BLOCKS = 2048
 """The most blocks of the vocabulary whose highest logits a GPU keeps."""
 MAX_CHANGED_POSITIONS = 512
 """The most positions whose logits are changed at a time; a larger step's are changed and drawn in pieces."""
+MAX_SCORED = 128
+"""Prompt tokens whose log-probabilities are computed at a time: their logits of 152,000 tokens take 78 MB."""
+
 MAX_REPORTED = 20
 """The most likely tokens whose log-probabilities a full graph reports; of more, torch reports."""
 

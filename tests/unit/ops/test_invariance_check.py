@@ -95,3 +95,12 @@ def test_one_of_each_shape_is_checked() -> None:
     first, second = (check.norm(torch.ones(8), 1e-5) for _ in range(2))
     assert first is not second  # what is made is what the kernel set made
     assert len(check._operations) == 1
+
+
+def test_logits_do_not_depend_on_a_draft_head_that_shares_the_lm_head() -> None:
+    """With one, the norm is by itself; without one, its weight would be folded into the LM head's, and rounded."""
+    sizes = {"block_size": BLOCK_SIZE, "max_query_len": 1, "num_ring_entries": 1}
+    kernels = CudaKernels(checks.DEVICE, DTYPE, **sizes, is_invariant=True)
+    norm_weight, x = 1 + weight(1, 64).data[0], weight(5, 64).data
+    whole = kernels.lm_head(weight(200, 64), norm_weight, 1e-5)(x)
+    assert torch.equal(whole, kernels.lm_head(weight(200, 64))(kernels.norm(norm_weight, 1e-5)(x)))

@@ -36,6 +36,9 @@ def test_it_reaches_all_stages(model: str) -> None:
         ("qwen3-vl-8b", {}, "images, which encoders compute in batches (num_encoders=0 leaves them out)"),
         ("qwen3.6-27b", {"num_encoders": 0}, "recurrent states, which prompts compute in chunks"),
         ("glm-4.7-flash", {}, "latents, which prompts expand"),
+        ("gemma-4-31b", {}, "heads of more than 256, or more than 64 query heads per KV head"),
+        ("qwen3-0.6b", {"max_logprobs": 21}, "more than 20 log-probabilities, which torch sums (max_logprobs)"),
+        ("qwen3-0.6b", {"max_logprobs": -1}, "more than 20 log-probabilities"),
     ],
 )
 def test_what_cannot_hold_is_refused(model: str, settings: dict[str, object], reason: str) -> None:
