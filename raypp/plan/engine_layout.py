@@ -137,7 +137,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     if stored.measured is not None:
         _refuse_for_transformers(config, model)
     if config.model.batch_invariant:
-        _check_batch_invariant(config, model, device=device, dtype=dtype)
+        _check_batch_invariant(config, model, hardware, device=device, dtype=dtype)
     head, head_path = draft_head(config, model, hardware, device=device, dtype=dtype, model_path=model_path)
     held = held_model(model, hardware, device=device, dtype=dtype)
     if head is not None and model.windows[0] is not None:
@@ -290,13 +290,17 @@ _MOST_HEAD, _MOST_GROUP = 256, 64
 """Of `raypp.ops.cuda.invariant_attention`, which needs torch."""
 
 
-def _check_batch_invariant(config: EngineConfig, model: ModelConfig, *, device: str, dtype: str) -> None:
+def _check_batch_invariant(
+    config: EngineConfig, model: ModelConfig, hardware: Hardware, *, device: str, dtype: str
+) -> None:
     """Refuse what would give a row other bits beside other rows, or in another step.
 
     Raises:
         ConfigError: says what, and why.
     """
+    gpus = sorted({gpu.name for machine in hardware.machines for gpu in machine.gpus})
     reasons = {
+        f"GPUs of different kinds, which sum in other orders: {', '.join(gpus)}": len(gpus) > 1,
         f"stages on {device} in {dtype}, whose products are torch's": device == "cpu" or dtype == "float32",
         "tensor_parallel_size > 1: large and small sums over members are rounded differently": model.num_members > 1,
         "transformers' modules, whose operations are torch's": model.measured is not None,

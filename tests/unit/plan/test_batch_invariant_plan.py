@@ -9,7 +9,7 @@ import pytest
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError
 from raypp.plan.engine_plan import EnginePlan, plan_engine
-from raypp.plan.hardware import described_hardware, read_machines
+from raypp.plan.hardware import Gpu, Machine, described_hardware, read_machines
 
 _SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
 
@@ -45,6 +45,14 @@ def test_what_cannot_hold_is_refused(model: str, settings: dict[str, object], re
     with pytest.raises(ConfigError, match="batch_invariant cannot hold") as raised:
         plan(model, **settings)
     assert reason in str(raised.value.got)
+
+
+def test_gpus_of_different_kinds_are_refused() -> None:
+    machine = Machine((Gpu(80 << 30, "NVIDIA H100 80GB HBM3"), Gpu(80 << 30, "NVIDIA A100-SXM4-80GB")))
+    config = EngineConfig.from_flat(_SHAPES / "qwen3-0.6b", load_format="dummy", batch_invariant=True, num_stages=2)
+    with pytest.raises(ConfigError, match="batch_invariant cannot hold") as raised:
+        plan_engine(config, described_hardware((machine,)))
+    assert "NVIDIA A100-SXM4-80GB, NVIDIA H100 80GB HBM3" in str(raised.value.got)
 
 
 def test_a_model_with_images_takes_text_alone() -> None:
