@@ -79,7 +79,8 @@ def test_rows_have_the_same_bits_beside_others(made: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "named"), [("linear", "product of 600 inputs and 96 outputs"), ("attention", "4 query")]
+    ("made", "named"),
+    [("linear", "product of 600 inputs and 96 outputs"), pytest.param("attention", "4 query", marks=pytest.mark.full)],
 )
 def test_an_operation_whose_rows_depend_on_others_is_named(made: str, named: str) -> None:
     kernels = CudaKernels(checks.DEVICE, DTYPE, block_size=BLOCK_SIZE, max_query_len=1, num_ring_entries=1)
