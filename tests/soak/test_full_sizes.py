@@ -58,6 +58,7 @@ FULL: dict[str, dict[str, str]] = {
     "tests/unit/api/test_poison_requests.py": {"TEST_SIZES": "all"},
     "tests/unit/models/test_compiled_layers.py": {"TEST_SIZES": "all"},
     "tests/unit/models/test_member_sizes.py": {"TEST_SIZES": "all"},
+    "tests/unit/models/test_own_layers.py": {"TEST_SIZES": "all"},
     "tests/unit/ops/test_sampling.py": {"TEST_SIZES": "all"},
     "tests/unit/batch_job/test_stoppable.py": {"TEST_SIZES": "all"},
     "tests/unit/plan/test_traffic.py": {"TEST_SIZES": "all"},
