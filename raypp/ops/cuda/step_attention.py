@@ -59,22 +59,6 @@ class Prefill(Protocol):
         """Write the output to `out`; see `FlashInferPrefill`."""
 
 
-class Decode(Protocol):
-    """Attention of decode rows."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        cache: LayerCache,
-        seq_lens: torch.Tensor,
-        block_tables: torch.Tensor,
-        query_len: int,
-        heads: Heads,
-        out: torch.Tensor,
-    ) -> None:
-        """Write the output to `out`; see `TritonDecode`."""
-
-
 def has_flashinfer() -> bool:
     """Return whether FlashInfer is installed."""
     return find_spec("flashinfer") is not None
@@ -406,7 +390,7 @@ class CudaAttention:
         self._device = device
         self._kind = heads.kind
         sizes = heads.num_heads, heads.num_kv_heads, heads.head_dim
-        self._decode: Decode
+        self._decode: TritonDecode | InvariantAttention
         self._prefill: Prefill
         self._with_spans: Prefill
         self._fused: TritonDecode | None = None
