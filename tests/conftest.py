@@ -27,8 +27,8 @@ if shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
 
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
-# Deadlines per example would measure the machine. On CI no example is random. Hypothesis takes constants from modules of
-# this repository that are loaded, so that examples still change with the code and with the tests that ran before.
+# Deadlines per example would measure the machine. On CI no example is random; but Hypothesis takes constants from
+# modules of this repository that are loaded, so examples change with the code and with the tests that ran before.
 # They are not made smaller there: with a server that no longer answers, that takes longer than a test may.
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 _CI_PHASES = (Phase.explicit, Phase.generate)

@@ -12,6 +12,7 @@ from raypp.errors import ConfigError
 from raypp.ops.backend import KernelSet
 from raypp.ops.block_store import BlockMover, BlockStore, RowStore, TorchBlockMover, TorchBlockStore
 from raypp.ops.cpu.torch_kernels import TorchKernels
+from raypp.ops.invariance_check import compare_rows
 from raypp.ops.kv_cache import LayerCache, zeros_on_demand
 from raypp.ops.members import Members
 from raypp.ops.sample.token_choice import TokenChoice, TorchTokenChoice
@@ -20,7 +21,9 @@ from raypp.ops.sample.vocabulary_part import VocabularyPart
 _LOG = logging.getLogger(__name__)
 
 
-def make_first_sums(members: Members, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+def make_first_sums(
+    members: Members, hidden_size: int, dtype: torch.dtype, device: torch.device, *, is_invariant: bool = False
+) -> None:
     """Compile what sums the members' activations, and make a sum of each kind; all members do, at the same time.
 
     Args:
@@ -28,13 +31,24 @@ def make_first_sums(members: Members, hidden_size: int, dtype: torch.dtype, devi
         hidden_size: Of an activation.
         dtype: Of activations.
         device: Of this member.
+        is_invariant: Whether the bits of a row must not depend on the rows beside it; this is checked.
+
+    Raises:
+        ConfigError: `is_invariant`, and the members' GPUs do not reach each other, or bits differ.
     """
     if device.type == "cpu" or not _has_triton():
         return
     from raypp.ops.cuda.kernel_launch import Device
     from raypp.ops.cuda.member_sums import PushedSums
 
-    sums, memory = PushedSums(members, Device.of(device)), members.memory
+    sums, memory = PushedSums(members, Device.of(device, is_invariant=is_invariant)), members.memory
+    if is_invariant and memory is None:
+        raise ConfigError(
+            "batch_invariant needs members that write into each other's memory: NCCL sums by the number of rows",
+            got=f"{members.count} members whose GPUs have no peer access to each other",
+            expected="tensor_parallel_size = 1, or GPUs with peer access (NCCL_P2P_DISABLE=1 denies it)",
+            hint="more stages, or batch_invariant=false",
+        )
     most_rows, rows = 1 if memory is None else memory.max_bytes // (hidden_size * dtype.itemsize), 1
     while rows <= 2 * most_rows:  # the last by another way
         x = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
@@ -43,6 +57,10 @@ def make_first_sums(members: Members, hidden_size: int, dtype: torch.dtype, devi
     for rows in (1, 8):  # of a norm over all heads
         x = torch.zeros(rows, 2, device=device)
         sums(x, torch.zeros_like(x))
+    if is_invariant:
+        generator = torch.Generator(device).manual_seed(members.rank)
+        x = torch.randn(2 * most_rows + 3, hidden_size, generator=generator, device=device).to(dtype)
+        compare_rows("sum over the members", lambda x: sums(x, x.clone()), x)
     members.gathered(torch.zeros(1, device=device))
 
 

@@ -41,6 +41,23 @@ _QUERY_LENS = (1, 3)  # tokens of a decode row, drafts included
 _MAX_GROUPS = 64  # of layers with block tables of their own
 
 
+def compare_rows(name: str, operation: RowsOperation, x: torch.Tensor) -> None:
+    """Compare what an operation gives for some rows and for all.
+
+    Args:
+        name: Of the operation.
+        operation: What is compared.
+        x: [T, K], left as it is.
+
+    Raises:
+        ConfigError: names the operation, whose bits differ.
+    """
+    together = operation(x.clone())
+    for part in _PARTS:
+        if not torch.equal(operation(x[part].clone()), together[part]):
+            _refuse(name, f"rows {part.start} to {min(part.stop, len(x)) - 1} differ alone and among {len(x)}")
+
+
 class InvarianceCheck:
     """A kernel set that remembers one operation of each shape that is made with it.
 
@@ -137,11 +154,7 @@ class InvarianceCheck:
         for name, (operation, num_inputs) in self._operations.items():
             x = torch.randn(_MOST_ROWS, num_inputs, generator=generator, device=self._device).to(self._dtype)
             num_outputs = operation(x[:3].clone()).shape[1]
-            x = x[: max(3, _MOST_BYTES // (4 * num_outputs))]
-            together = operation(x.clone())
-            for part in _PARTS:
-                if not torch.equal(operation(x[part].clone()), together[part]):
-                    _refuse(name, f"rows {part.start} to {min(part.stop, len(x)) - 1} differ alone and among {len(x)}")
+            compare_rows(name, operation, x[: max(3, _MOST_BYTES // (4 * num_outputs))])
         for name, (attention, heads) in self._attention.items():
             self._compare_attention(name, attention, heads, generator)
         self._operations.clear()

@@ -302,7 +302,6 @@ def _check_batch_invariant(
     reasons = {
         f"GPUs of different kinds, which sum in other orders: {', '.join(gpus)}": len(gpus) > 1,
         f"stages on {device} in {dtype}, whose products are torch's": device == "cpu" or dtype == "float32",
-        "tensor_parallel_size > 1: large and small sums over members are rounded differently": model.num_members > 1,
         "transformers' modules, whose operations are torch's": model.measured is not None,
         "compile=true: a compiler fuses by the number of tokens": bool(config.graphs.compile),
         "images, which encoders compute in batches (num_encoders=0 leaves them out)": model.vision is not None,

@@ -176,14 +176,15 @@ def build_stage(
         members: Of the stage, if it has several; they meet here.
 
     Raises:
-        ConfigError: a neighbour expects other tensors.
+        ConfigError: a neighbour expects other tensors; sums over members whose bits depend on other rows, and must not.
         DeadlineError: a neighbour does not come.
     """
     if members is not None:
         assert rendezvous is not None
         timeouts = {"open_timeout_s": open_timeout_s, "deadline_s": spec.link_timeout_s}
         open_members(members, spec.stage_index, rendezvous, own_host=own_host, **timeouts)
-        make_first_sums(members, model.hidden_size, getattr(torch, spec.dtype), torch.device(spec.device))
+        of_activations = model.hidden_size, getattr(torch, spec.dtype), torch.device(spec.device)
+        make_first_sums(members, *of_activations, is_invariant=spec.is_batch_invariant)
     schemas = StageSchemas.of(spec, model.hidden_size)
     links = open_stage_links(
         spec.transport,

@@ -153,6 +153,18 @@ def test_on_two_stages_and_after_a_death(reference: tuple[str, list[Answer]]) ->
         assert len(handles[0].recoveries()) == 1
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="members need a GPU each")
+def test_with_members(reference: tuple[str, list[Answer]]) -> None:
+    path, _ = reference
+    members = {"tensor_parallel_size": 2, "num_stages": torch.cuda.device_count() // 2}
+    with LLM(path, enable_prefix_caching=False, **members, **SETTINGS) as llm:
+        expected = generate(llm, range(NUM_REQUESTS))
+        assert_same([generate(llm, [index])[0] for index in range(NUM_ALONE)], expected[:NUM_ALONE], "members, alone")
+    fewer = SETTINGS | {"max_num_batched_tokens": 160, "tensor_parallel_size": 2, "num_stages": 1}
+    with LLM(path, **fewer, **NGRAMS) as llm:
+        assert_same(generate(llm, range(NUM_REQUESTS)), expected, "members, small chunks and n-grams")
+
+
 def test_with_ngrams(reference: tuple[str, list[Answer]]) -> None:
     path, expected = reference
     with LLM(path, **TWO, **SETTINGS, **NGRAMS) as llm:

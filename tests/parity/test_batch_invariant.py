@@ -7,6 +7,7 @@ sums. `tests/gpu/test_batch_invariant_gpu.py` compares it on GPUs.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 from hf_models import make_checkpoint
 from test_logprobs_hf import run_with_logprobs
+from triton.runtime.interpreter import GridExecutor
 
 from raypp.config.engine_config import EngineConfig
 from raypp.ops.backend import KernelSet
@@ -36,6 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "n-grams": {"speculative": {"method": "ngram", "min_n": 1, "num_speculative_tokens": 2}},
     "preemption": {"num_kv_blocks": 14, "block_size": 4, "max_model_len": 32, "enable_prefix_caching": False},
 }
+MEMBERS = {"tensor_parallel_size": 2, "enable_prefix_caching": False}
 SETTINGS["two stages, chunks and n-grams"] = SETTINGS["two stages"] | SETTINGS["chunks"] | SETTINGS["n-grams"]
 IN_CI = ("two stages, chunks and n-grams",)
 
@@ -62,7 +65,7 @@ def planned(path: Path, **settings: Any) -> EnginePlan:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[list[int]], list[Answer]]]:
-    """A model, prompts, and what each of these gets by itself."""
+    """A model, prompts, and what each of these gets by itself, of one member."""
 
     def kernels(device: torch.device, dtype: torch.dtype, **others: Any) -> KernelSet:
         others = {name: others[name] for name in ("block_size", "max_query_len", "num_ring_entries")}
@@ -77,6 +80,25 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list
         phrase, *words = ([rng.randrange(plan.model.vocab_size) for _ in range(n)] for n in (4, 16))
         prompts = [phrase * 3, [*phrase * 2, 5, *phrase, 5], *words]
         yield path, prompts, answers(LocalEngine(plan), prompts, together=False)
+
+
+@pytest.mark.full
+def test_members_give_the_same_bit_for_bit(
+    alone: tuple[Path, list[list[int]], list[Answer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other bits than one member's, whose sums are longer."""
+    lock, call = threading.RLock(), GridExecutor.__call__  # the interpreter serves one thread at a time
+
+    def one_by_one(*args: Any, **kwargs: Any) -> None:
+        with lock:
+            call(*args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", one_by_one)
+    path, prompts, of_one = alone
+    expected = answers(LocalEngine(planned(path, **MEMBERS)), prompts, together=False)
+    assert [logprobs for _, logprobs in expected] != [logprobs for _, logprobs in of_one]
+    for settings in (MEMBERS, MEMBERS | SETTINGS["two stages"] | SETTINGS["chunks"] | SETTINGS["n-grams"]):
+        assert answers(LocalEngine(planned(path, **settings)), prompts, together=True) == expected
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ _POLLS = 64
 class PushedSums:
     """Sums of the members of a stage, in their memory where they are small; else by `Members.sum_`.
 
+    Where the bits of a row must not depend on the rows beside it, large ones are made there, too, in pieces.
+
     Args:
         members: Of the stage. Until they have met, they have no memory.
         device: Of this member.
@@ -44,13 +46,24 @@ class PushedSums:
 
         Shapes: x, residual [N, H] contiguous.
         """
-        memory, num_words = None if self._members.is_alone else self._members.memory, x.nbytes >> 2
-        if memory is None or x.dtype not in _TYPES or x.nbytes > _most_bytes(memory, x.dtype) or x.nbytes & 3:
+        memory = None if self._members.is_alone else self._members.memory
+        if memory is None or x.dtype not in _TYPES or x.nbytes & 3:
             return self._members.sum_(x).add_(residual)
-        if not num_words:
-            return x
+        most_bytes = _most_bytes(memory, x.dtype)
         assert x.is_contiguous()
-        num_programs, device = len(memory.counts), self._device
+        if x.nbytes <= most_bytes:
+            if x.nbytes:
+                self._push_and_sum(memory, x, residual)
+        elif self._device.is_invariant:
+            num_rows = most_bytes // (x.nbytes // len(x))
+            for own, rest in zip(x.split(num_rows), residual.split(num_rows), strict=True):
+                self._push_and_sum(memory, own, rest)
+        else:
+            self._members.sum_(x).add_(residual)
+        return x
+
+    def _push_and_sum(self, memory: MemberMemory, x: torch.Tensor, residual: torch.Tensor) -> None:
+        num_words, num_programs, device = x.nbytes >> 2, len(memory.counts), self._device
         block = max(_LEAST_WORDS, triton.next_power_of_2(triton.cdiv(num_words, num_programs)))
         _push_and_sum[(num_programs,)](
             x.view(torch.int32),
@@ -69,7 +82,6 @@ class PushedSums:
             num_warps=4 if block <= _MOST_WORDS_OF_FEW_WARPS else 8,
             **device.launch_options,
         )
-        return x
 
 
 def _most_bytes(memory: MemberMemory, dtype: torch.dtype) -> int:

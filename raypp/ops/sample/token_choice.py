@@ -12,7 +12,7 @@ R rows, V vocabulary.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, reduce
 from typing import NamedTuple, Protocol
 
 import torch
@@ -91,7 +91,8 @@ def top_of_members(
     bits = (normalizers.view(torch.int32), values.contiguous().view(torch.int32))
     of_all = part.members.gathered(torch.cat((*bits, num_likelier.unsqueeze(1), token_ids), 1))
     sums, of_parts, counts, ids = of_all.split((1, width, 1, width), 2)
-    normalizer = sums.contiguous().view(torch.float32).logsumexp(dim=0)
+    first, *others = sums.contiguous().view(torch.float32)
+    normalizer = reduce(torch.logaddexp, others, first)  # in one order, however many positions there are
     of_parts, ids = (each.transpose(0, 1).reshape(num_positions, -1) for each in (of_parts, ids))
     best = of_parts.view(torch.float32).topk(width if num_top is None else num_top, dim=1)
     return TopLogprobs(

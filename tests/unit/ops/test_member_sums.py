@@ -73,6 +73,18 @@ def test_sums_in_the_order_of_ranks(count, dtype):
     assert not any(each.summed_elsewhere for each in made)
 
 
+def test_large_sums_in_pieces_where_bits_must_not_depend_on_rows():
+    made, device = members(2), Device.of(DEVICE, is_invariant=True)
+    own, other, residual = torch.randn(3, 29, 128, device=DEVICE).half()  # 16 rows fit
+    expected = (own.float() + other.float() + residual.float()).half()
+    for number, piece in enumerate(other.split(16), 1):
+        arrive(made[0], 1, piece, number)
+    assert PushedSums(made[0], device)(own, residual) is own
+    assert torch.equal(own, expected)
+    assert made[0].counts.tolist() == [2] * NUM_PROGRAMS
+    assert not made[0].summed_elsewhere
+
+
 def test_a_stop_ends_waits():
     made = members(2)
     made[0].stop.fill_(1)
