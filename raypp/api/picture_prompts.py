@@ -201,7 +201,7 @@ class PicturePrompts:
         """Return messages whose texts hold no placeholder of the model; those that they spell are cut."""
         config = reader.config
         placeholders = list(config.placeholder_ids)
-        if not config.has_own_marks:
+        if config.marks_in_prompts == "start":
             placeholders.append(config.vision_start_token_id)
         spelled = re.compile("|".join(map(re.escape, self._tokenizer.token_texts(placeholders))))
 
@@ -225,7 +225,7 @@ class PicturePrompts:
                 expected="a text for each of these tokens",
                 hint="images with the tokenizer that came with the model",
             )
-        return PictureMarks(start, end, image, video[0] if video else "", config.has_own_marks)
+        return PictureMarks(start, end, image, video[0] if video else "", config.marks_in_prompts)
 
     def needed_reader(self) -> PictureReader:
         """Return the reader.

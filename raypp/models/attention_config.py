@@ -110,6 +110,7 @@ class AttentionConfig:
     has_sinks: bool = False  # whether every head has a logit of its own in the softmax
     has_gate: bool = False  # whether the output is multiplied by the sigmoid of a projection of its own
     values_are_keys: bool = False  # whether values are keys before their norm and rotation: no product is theirs
+    sees_ahead: bool = True  # whether tokens of an image see later ones of it, where those of the model do
     num_sharing: int = 1  # members of a stage that have the same KV heads, where there are fewer heads than members
     latent: LatentConfig | None = None  # what keys and values are made of; None: of the residual stream
 

@@ -193,7 +193,13 @@ def _gemma4_attention(fields: ConfigFields, index: int, attention: AttentionConf
         expected = f"a divisor of num_attention_heads={attention.num_heads}"
         raise fields.error("num_global_key_value_heads", num_kv_heads, expected)
     return replace(
-        attention, num_kv_heads=num_kv_heads, head_dim=head_dim, v_dim=head_dim, scale=1.0, values_are_keys=are_keys
+        attention,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_dim=head_dim,
+        scale=1.0,
+        values_are_keys=are_keys,
+        sees_ahead=not is_global,
     )
 
 
@@ -411,9 +417,13 @@ FAMILIES = {
         vision=VisionFamily(kind="gemma3", vision_start_token_id=255999),
     ),
     # Gemma 4, dense or with experts beside the MLP: global layers have wider heads, whose values are keys. The 31B and
-    # 26B-A4B, and the 12B, which has another name; the smaller ones have parts of their own. There is no tower yet.
+    # 26B-A4B, with a tower, and the 12B, which has another name and reads text alone; smaller ones have other parts.
     "Gemma4ForCausalLM": _GEMMA4,
-    "Gemma4ForConditionalGeneration": replace(_GEMMA4, weight_prefix="model.language_model."),
+    "Gemma4ForConditionalGeneration": replace(
+        _GEMMA4,
+        weight_prefix="model.language_model.",
+        vision=VisionFamily(kind="gemma4", vision_start_token_id=255999),
+    ),
     "Gemma4UnifiedForConditionalGeneration": replace(
         _GEMMA4,
         weight_prefix="model.language_model.",

@@ -54,7 +54,9 @@ class Gemma3VisionTower:
         before, prefix = (has or places)[0]
         weights, projector = whole.below(prefix), whole.below(f"{before}multi_modal_projector.")
         patch_shape = (config.in_channels, config.patch_size, config.patch_size)
-        self._embed = PatchEmbedding(config, weights.below("embeddings.patch_embedding."), *patch_shape)
+        embed = weights.below("embeddings.patch_embedding.")
+        weight, bias = embed.tensor("weight", hidden, *patch_shape), embed.tensor("bias", hidden)
+        self._embed = PatchEmbedding(config, weight, bias)
         positions = weights.tensor("embeddings.position_embedding.weight", self._num_patches, hidden)
         side = config.spatial_merge_size
         squares = positions.view(config.grid_side // side, side, -1, side, hidden).transpose(1, 2)

@@ -141,6 +141,7 @@ def read_attention(
             rotary_dim=None if attention.rope is None else attention.rotation[0],
             has_gate=attention.has_gate,
             values_are_keys=attention.values_are_keys,
+            sees_ahead=attention.sees_ahead,
         ),
         qkv=weights.weight(modules, parts, num_inputs),
         qkv_bias=qkv_bias,

@@ -15,28 +15,24 @@ Source: the published checkpoints' config.json and tensor names; transformers 5.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 
-from raypp.encoder.protocol import BatchShape, BudgetRange, EncodedItem, EncoderGraphConfig, Per, TensorSpec
-from raypp.models.tower_parts import Block, PatchBatch, PatchEmbedding, layer_norm, linear
+from raypp.encoder.protocol import Per, TensorSpec
+from raypp.models.tower_parts import Block, PatchEmbedding, SegmentTower, layer_norm, linear, merged_coordinates
 from raypp.models.vision_config import TOWER_PREFIX, VisionConfig
 from raypp.models.weights import WeightReader, WeightSource
-from raypp.ops.host_to_device import concatenated
 from raypp.ops.vision import choose_rotate_qk, linear_gelu_tanh, segment_attention
-from raypp.prompt_items import EncoderItem
 
 _NORM_EPS = 1e-6
-_MAX_GRAPH_TOKENS = 2048  # of 32 x 32 pixels each; more keep an H200 busy for longer than launching takes
 
 
-class Qwen3VLVisionTower:
+class Qwen3VLVisionTower(SegmentTower):
     """A `SupportsEncoderCudaGraph`. H hidden size of the tower, L taps.
 
     Args:
@@ -49,14 +45,21 @@ class Qwen3VLVisionTower:
         ModelLoadError: a tensor is missing, has the wrong shape, or cannot be read.
     """
 
+    position_inputs = (
+        TensorSpec("coordinates", torch.int64, Per.PATCH, (2,)),
+        TensorSpec("corner_indices", torch.int64, Per.PATCH, (4,)),
+        TensorSpec("corner_weights", torch.float32, Per.PATCH, (4,)),
+    )
+
     def __init__(self, config: VisionConfig, dtype: torch.dtype, device: torch.device, source: WeightSource) -> None:
-        self._config = config
+        super().__init__(config, device)
         self._dtype = dtype
-        self._device = device
         weights = WeightReader(source, dtype, device, TOWER_PREFIX)
         hidden = config.hidden_size
         patch_shape = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
-        self._embed = PatchEmbedding(config, weights.below("patch_embed.proj."), *patch_shape)
+        embed = weights.below("patch_embed.proj.")
+        weight, bias = embed.tensor("weight", hidden, *patch_shape), embed.tensor("bias", hidden)
+        self._embed = PatchEmbedding(config, weight, bias)
         self._positions = weights.tensor("pos_embed.weight", config.grid_side**2, hidden)
         self._rotate_qk = choose_rotate_qk(device, dtype)
         self._blocks = [_block(config, weights.below(f"blocks.{index}.")) for index in range(config.depth)]
@@ -68,81 +71,10 @@ class Qwen3VLVisionTower:
         exponents = torch.arange(0, config.head_dim // 2, 2, dtype=torch.float32) / (config.head_dim // 2)
         self._inverse_frequencies = (1.0 / config.rope_theta**exponents).to(device)
 
-    @property
-    def out_hidden_size(self) -> int:
-        """Of the rows: the language model's."""
-        return self._config.out_hidden_size
+    def positions(self, height: int, width: int) -> Mapping[str, NDArray[Any]]:
+        return grid_positions(height, width, self._config.spatial_merge_size, self._config.grid_side)
 
-    def graph_config(self) -> EncoderGraphConfig:
-        return EncoderGraphConfig(
-            patches_per_token=self._config.patches_per_token,
-            inputs=(
-                TensorSpec("patches", torch.uint8, Per.PATCH, (self._config.patch_dim,)),
-                TensorSpec("coordinates", torch.int64, Per.PATCH, (2,)),
-                TensorSpec("corner_indices", torch.int64, Per.PATCH, (4,)),
-                TensorSpec("corner_weights", torch.float32, Per.PATCH, (4,)),
-                TensorSpec("segment_starts", torch.int32, Per.ITEM, (), extra_rows=2),
-            ),
-        )
-
-    def budget_range(self) -> BudgetRange:
-        config = self._config
-        smallest = max(config.image_pixels.min_pixels // config.side_factor**2, 1)
-        return BudgetRange(smallest, max(smallest, min(_MAX_GRAPH_TOKENS, config.tokens_per_max_image)))
-
-    def select_items(self, items: Sequence[EncoderItem], indices: Sequence[int]) -> PatchBatch:
-        chosen = [items[index] for index in indices]
-        return self._batch(
-            [item.key for item in chosen],
-            [item.grid_thw for item in chosen],
-            [item.patches for item in chosen],
-        )
-
-    def capture_batch(self, shape: BatchShape, num_items: int = 1) -> PatchBatch:
-        """Return grey images that fill the shape, as many as asked for."""
-        merge = self._config.spatial_merge_size
-        each, left = divmod(shape.num_tokens, num_items)
-        grids = [(1, merge, merge * (each + (index < left))) for index in range(num_items)]
-        num_patches = shape.num_tokens * self._config.patches_per_token
-        return self._batch([b""] * num_items, grids, [np.full((num_patches, self._config.patch_dim), 127, np.uint8)])
-
-    def replay_values(self, batch: PatchBatch, shape: BatchShape) -> Mapping[str, torch.Tensor]:
-        """Return what the buffers must hold: padding is one more segment, behind the images."""
-        starts = batch.values["segment_starts"].numpy()
-        end = shape.num_tokens * self._config.patches_per_token
-        ends = np.full(shape.max_items + 2 - len(starts), end, np.int32)
-        return {**batch.values, "segment_starts": concatenated([starts, ends], self._device)}
-
-    def captured_forward(self, inputs: Mapping[str, torch.Tensor], shape: BatchShape) -> torch.Tensor:
-        return self._forward(inputs, shape.num_tokens * self._config.patches_per_token)
-
-    def eager_forward(self, batch: PatchBatch) -> torch.Tensor:
-        inputs = {name: values.to(self._device, non_blocking=True) for name, values in batch.values.items()}
-        return self._forward(inputs, batch.max_segment_len)
-
-    def split_output(self, output: torch.Tensor, batch: PatchBatch) -> list[EncodedItem]:
-        return batch.split(output)
-
-    def _batch(
-        self, keys: Sequence[bytes], grids: Sequence[tuple[int, int, int]], patches: Sequence[NDArray[np.uint8]]
-    ) -> PatchBatch:
-        config = self._config
-        assert all(time == 1 for time, _, _ in grids), "frames that are apart in time are items of their own"
-        positions = [grid_positions(h, w, config.spatial_merge_size, config.grid_side) for _, h, w in grids]
-        lens = [h * w for _, h, w in grids]
-        parts = {
-            "patches": patches,
-            **{name: [of_grid[name] for of_grid in positions] for name in positions[0]},
-            "segment_starts": [np.cumsum([0, *lens], dtype=np.int32)],
-        }
-        return PatchBatch(
-            keys=tuple(keys),
-            num_tokens=tuple(length // config.patches_per_token for length in lens),
-            values={name: concatenated(arrays, self._device) for name, arrays in parts.items()},
-            max_segment_len=max(lens),
-        )
-
-    def _forward(self, inputs: Mapping[str, torch.Tensor], max_segment_len: int) -> torch.Tensor:
+    def forward(self, inputs: Mapping[str, torch.Tensor], max_segment_len: int) -> torch.Tensor:
         hidden = self._embed(inputs["patches"])
         corners = F.embedding(inputs["corner_indices"], self._positions)
         hidden = hidden + (corners * inputs["corner_weights"].unsqueeze(2)).sum(1).to(self._dtype)
@@ -200,9 +132,8 @@ class _Merger:
 def grid_positions(height: int, width: int, merge_size: int, grid_side: int) -> dict[str, NDArray[Any]]:
     """Return where the patches of an image of `height` x `width` lie; shapes repeat, so results are kept.
 
-    Patches come in the order in which they are merged: block by block, and row by row within a block. Learned positions
-    lie on a square grid whose corners are those of the image, and are interpolated bilinearly (Qwen3-VL; transformers
-    5.17, `vision_utils.py`).
+    Patches come in the order in which they are merged. Learned positions lie on a square grid whose corners are those
+    of the image, and are interpolated bilinearly (Qwen3-VL; transformers 5.17, `vision_utils.py`).
 
     Args:
         height: Rows of patches, a multiple of `merge_size`.
@@ -214,13 +145,12 @@ def grid_positions(height: int, width: int, merge_size: int, grid_side: int) -> 
         For P patches: `coordinates` [P, 2] int64, row and column; `corner_indices` [P, 4] int64, the learned positions
         around each; `corner_weights` [P, 4] float32, how near each of these is.
     """
-    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    blocks = (height // merge_size, merge_size, width // merge_size, merge_size)
-    rows, columns = (axis.reshape(blocks).transpose(1, 2).reshape(-1) for axis in (rows, columns))
+    coordinates = torch.from_numpy(merged_coordinates(height, width, merge_size))
+    rows, columns = coordinates.unbind(1)
     row_taps, row_weights = _taps(rows, height, grid_side)
     column_taps, column_weights = _taps(columns, width, grid_side)
     return {
-        "coordinates": torch.stack((rows, columns), 1).numpy(),
+        "coordinates": coordinates.numpy(),
         "corner_indices": (row_taps.unsqueeze(2) * grid_side + column_taps.unsqueeze(1)).view(-1, 4).numpy(),
         "corner_weights": (row_weights.unsqueeze(2) * column_weights.unsqueeze(1)).view(-1, 4).numpy(),
     }

@@ -18,8 +18,9 @@ if TYPE_CHECKING:  # planning asks where a model is, and must not wait for torch
 
     from raypp.models.decoder import DecoderModel, HeadSupport
     from raypp.models.gemma3_tower import Gemma3VisionTower
-    from raypp.models.qwen3_vl import Qwen3VLVisionTower
+    from raypp.models.tower_parts import SegmentTower
     from raypp.models.transformers_model import TransformersModel
+    from raypp.models.vision_config import TowerKind
     from raypp.models.weights import WeightSource
     from raypp.ops.backend import KernelSet
     from raypp.ops.members import Members
@@ -99,7 +100,7 @@ def build_model(
 
 def build_encoder(
     config: ModelConfig, *, dtype: torch.dtype, device: torch.device, source: WeightSource
-) -> Qwen3VLVisionTower | Gemma3VisionTower:
+) -> SegmentTower | Gemma3VisionTower:
     """Return the vision tower of a model that has one, with its weights.
 
     Args:
@@ -112,12 +113,17 @@ def build_encoder(
         ModelLoadError: a tensor is missing, has the wrong shape, or cannot be read.
     """
     from raypp.models.gemma3_tower import Gemma3VisionTower
+    from raypp.models.gemma4_tower import Gemma4VisionTower
     from raypp.models.qwen3_vl import Qwen3VLVisionTower
     from raypp.models.weights import warn_of_unread
 
     assert config.vision is not None, f"{config.architecture} reads text alone"
-    tower_class = Gemma3VisionTower if config.vision.kind == "gemma3" else Qwen3VLVisionTower
-    tower = tower_class(config.vision, dtype, device, source)
+    towers: dict[TowerKind, type[Qwen3VLVisionTower | Gemma3VisionTower | Gemma4VisionTower]] = {
+        "qwen3_vl": Qwen3VLVisionTower,
+        "gemma3": Gemma3VisionTower,
+        "gemma4": Gemma4VisionTower,
+    }
+    tower = towers[config.vision.kind](config.vision, dtype, device, source)
     warn_of_unread(source, "the vision tower", lambda name: not name.startswith((config.weight_prefix, "lm_head.")))
     return tower
 

@@ -1,7 +1,7 @@
 """Reads a vision tower's sizes, and how images are brought to its patches, from the files beside its weights.
 
-The first is in config.json's `vision_config`, the second in preprocessor_config.json and
-video_preprocessor_config.json, with the values of the published Qwen3-VL or Gemma 3 where they are missing. Needs no
+The first is in config.json's `vision_config`, the second in preprocessor_config.json (or processor_config.json) and
+video_preprocessor_config.json, with the values of the published Qwen3-VL or Gemma where they are missing. Needs no
 torch.
 """
 
@@ -24,12 +24,15 @@ TOWER_PREFIXES = (
     ),
     *(f"model.{part}." for part in ("audio_tower", "embed_vision", "embed_audio", "vision_embedder")),
 )
-"""Of tensors of towers in checkpoints: Qwen3-VL's, then those of Gemma 3's and of ones that raypp does not have."""
+"""Of tensors of towers in checkpoints: Qwen3-VL's, then those of Gemma's and of ones that raypp does not have."""
 
-TowerKind = Literal["qwen3_vl", "gemma3"]
+TowerKind = Literal["qwen3_vl", "gemma3", "gemma4"]
+
+MarksInPrompts = Literal["all", "start", "image"]
+"""Start, placeholder and end of an image; its start, or its placeholder, which stands for all three."""
 
 _HALF = (0.5, 0.5, 0.5)
-_BILINEAR = 2  # as Pillow numbers it
+_BILINEAR, _BICUBIC = 2, 3  # as Pillow numbers them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +79,9 @@ class VisionConfig:
     kind: TowerKind = "qwen3_vl"
     image_side: int | None = None  # images are made squares of this side, pixels; None: they keep about their shape
     norm_eps: float = 1e-6
+    sees_ahead: bool = False  # whether an image's tokens attend to all tokens of that image, those behind them, too
+    is_standardized: bool = False  # whether pooled rows are brought to a mean and a deviation that the checkpoint has
+    has_clipped_products: bool = False  # whether products have bounds of their inputs and outputs
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
@@ -83,14 +89,15 @@ class VisionConfig:
         return (self.image_token_id,) if self.video_token_id is None else (self.image_token_id, self.video_token_id)
 
     @property
-    def sees_ahead(self) -> bool:
-        """Whether an image's tokens attend to all tokens of that image, those behind them, too."""
-        return self.kind == "gemma3"
+    def fills_bounds(self) -> bool:
+        """Whether images are made as large as `image_pixels` allows; else they stay as they are within the bounds."""
+        return self.kind == "gemma4"
 
     @property
-    def has_own_marks(self) -> bool:
-        """Whether a rendered prompt has an image's start, placeholder and end; else its start stands for all three."""
-        return self.kind == "qwen3_vl"
+    def marks_in_prompts(self) -> MarksInPrompts:
+        """Which of an image's marks a rendered prompt has."""
+        of_kinds: dict[TowerKind, MarksInPrompts] = {"qwen3_vl": "all", "gemma3": "start", "gemma4": "image"}
+        return of_kinds[self.kind]
 
     @property
     def has_axes(self) -> bool:
@@ -123,8 +130,10 @@ class VisionConfig:
         return self.image_pixels.max_pixels // self.side_factor**2
 
 
-def read_vision_config(path: Path, whole: ConfigFields, text_hidden_size: int, family: VisionFamily) -> VisionConfig:
-    """Return the tower's configuration of a model directory.
+def read_vision_config(
+    path: Path, whole: ConfigFields, text_hidden_size: int, family: VisionFamily
+) -> VisionConfig | None:
+    """Return the tower's configuration of a model directory; None where a Gemma 4 has none.
 
     Args:
         path: The directory.
@@ -137,6 +146,9 @@ def read_vision_config(path: Path, whole: ConfigFields, text_hidden_size: int, f
     """
     if family.kind == "gemma3":
         return _read_gemma3(path, whole, text_hidden_size, family)
+    if family.kind == "gemma4":
+        has_tower = whole.get("vision_config") is not None
+        return _read_gemma4(path, whole, text_hidden_size, family) if has_tower else None
     fields = whole.section("vision_config")
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_heads")
     if hidden_size % num_heads or (hidden_size // num_heads) % 4:
@@ -225,6 +237,58 @@ def _read_gemma3(path: Path, whole: ConfigFields, text_hidden_size: int, family:
         video_pixels=PixelBounds(min_pixels=side**2, max_pixels=side**2),
         image_side=side,
         norm_eps=fields.number("layer_norm_eps", 1e-6),
+        sees_ahead=True,
+    )
+
+
+def _read_gemma4(path: Path, whole: ConfigFields, text_hidden_size: int, family: VisionFamily) -> VisionConfig:
+    """Return the configuration of Gemma 4's tower, and of the pooling behind it."""
+    fields, images = whole.section("vision_config"), _preprocessor(path, "preprocessor_config.json")
+    hidden_size, num_heads = fields.integer("hidden_size", 768), fields.integer("num_attention_heads", 12)
+    head_dim = fields.integer("head_dim", 64)
+    if num_heads * head_dim != hidden_size or head_dim % 8:
+        raise fields.error("head_dim", head_dim, f"a multiple of 8: hidden_size={hidden_size} / {num_heads} heads")
+    if fields.integer("num_key_value_heads", num_heads) != num_heads:
+        raise fields.error("num_key_value_heads", fields.get("num_key_value_heads"), f"{num_heads}, one per query head")
+    if fields.get("hidden_activation") not in (None, "gelu_pytorch_tanh"):
+        raise fields.error("hidden_activation", repr(fields.get("hidden_activation")), "gelu_pytorch_tanh")
+    if fields.flag("attention_bias"):
+        raise fields.error("attention_bias", True, "false: the tower's products have no bias")
+    if images.get("resample") not in (None, _BICUBIC):
+        raise images.error("resample", images.get("resample"), f"{_BICUBIC}, bicubic")
+    if images.get("do_normalize"):
+        raise images.error("do_normalize", True, "false: the tower itself scales pixels to -1 to 1")
+    rope, start = ConfigFields(whole.file, fields.get("rope_parameters") or {}), family.vision_start_token_id
+    patch_size, merge_size = fields.integer("patch_size", 16), fields.integer("pooling_kernel_size", 3)
+    num_tokens = images.integer("max_soft_tokens", 280)
+    most_pixels = num_tokens * (merge_size * patch_size) ** 2
+    bounds = PixelBounds(min_pixels=most_pixels // 2, max_pixels=most_pixels)  # very long images are smaller
+    return VisionConfig(
+        kind="gemma4",
+        depth=fields.integer("num_hidden_layers", 16),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size", 3072),
+        num_heads=num_heads,
+        in_channels=3,
+        patch_size=patch_size,
+        temporal_patch_size=1,
+        spatial_merge_size=merge_size,
+        out_hidden_size=text_hidden_size,
+        grid_side=fields.integer("position_embedding_size", 10240),
+        deepstack_layers=(),
+        rope_theta=rope.number("rope_theta", 100.0),
+        image_token_id=whole.integer("image_token_id", start + 2881),
+        video_token_id=None,
+        vision_start_token_id=whole.integer("boi_token_id", start),
+        vision_end_token_id=whole.integer("eoi_token_id", start + 2883),
+        image_mean=_HALF,
+        image_std=_HALF,
+        image_pixels=bounds,
+        video_pixels=bounds,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        sees_ahead=whole.section("text_config").get("use_bidirectional_attention") == "vision",
+        is_standardized=fields.flag("standardize"),
+        has_clipped_products=fields.flag("use_clipped_linears"),
     )
 
 
@@ -242,7 +306,10 @@ def _deepstack_layers(fields: ConfigFields) -> tuple[int, ...]:
 
 
 def _preprocessor(path: Path, name: str) -> ConfigFields:
-    file = path / name
+    """Return what a file says; the one of all processors has a part for images."""
+    file, of_all = path / name, path / "processor_config.json"
+    if not file.is_file() and of_all.is_file() and not name.startswith("video"):
+        return ConfigFields(of_all, read_json(of_all).get("image_processor") or {})
     return ConfigFields(file, read_json(file) if file.is_file() else {})
 
 

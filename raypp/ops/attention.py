@@ -58,6 +58,8 @@ class Heads:
     """Whether each query head is followed by as many elements, whose sigmoid the head's output is multiplied by."""
     values_are_keys: bool = False
     """Whether values are keys before their norm and rotation; then there is no projection of values."""
+    sees_ahead: bool = True
+    """Whether queries of a batch's `prefill_spans` see each other, later ones, too."""
     has_latents: bool = False
     """Whether the key of the one KV head is its value, and behind it what the cache has as key: see `LatentHeads`."""
 
@@ -161,7 +163,7 @@ class AttentionBatch:
     prefill_seq_lens: list[int]
     prefill_spans: Sequence[Sequence[Span]] | None = None
     """By prefill row, ascending: queries that see each other, later ones too, as far as a window reaches back: tokens
-    of one image, in some models. None: no row has any."""
+    of one image, in some layers of some models. None: no row has any."""
     plans: dict[Hashable, object] = field(default_factory=dict)
     """What the kernel set prepared, by kind of heads; see `raypp.ops.backend.KernelSet.plan_attention`."""
     spans: RowSpans | None = None

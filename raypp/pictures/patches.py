@@ -38,17 +38,10 @@ def fitted_size(height: int, width: int, factor: int, bounds: PixelBounds, num_f
     Raises:
         RequestError: it has no pixels, or is 200 times as long as wide.
     """
-    if height < 1 or width < 1:
-        raise RequestError("an image has no pixels", got=f"{width} x {height}", expected="at least 1 x 1")
-    if num_frames > 1 and min(height, width) < factor:
+    if num_frames > 1 and 0 < min(height, width) < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
-    if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
-        raise RequestError(
-            "the aspect ratio of an image is too large",
-            got=f"{width} x {height}",
-            expected=f"sides that differ by a factor of at most {_MAX_ASPECT_RATIO}",
-        )
+    _check_shape(height, width)
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     num_counted = num_frames if num_frames == 1 else round(num_frames / 2) * 2
     if num_counted * rows * columns > bounds.max_pixels:
@@ -60,6 +53,34 @@ def fitted_size(height: int, width: int, factor: int, bounds: PixelBounds, num_f
         rows = math.ceil(height * stretch / factor) * factor
         columns = math.ceil(width * stretch / factor) * factor
     return rows, columns
+
+
+def filled_size(height: int, width: int, factor: int, max_pixels: int) -> tuple[int, int]:
+    """Return the height and width that an image is resized to: about its shape, whole patches, as large as may be.
+
+    The rule is Gemma 4's (transformers 5.17, `models/gemma4/image_processing_pil_gemma4.py`). Arguments and errors are
+    those of `fitted_size`.
+    """
+    _check_shape(height, width)
+    stretch = math.sqrt(max_pixels / (height * width))
+    rows, columns = (math.floor(side * stretch / factor) for side in (height, width))
+    most = max_pixels // factor**2
+    if not rows:
+        rows, columns = 1, min(width // height, most)
+    elif not columns:
+        rows, columns = min(height // width, most), 1
+    return rows * factor, columns * factor
+
+
+def _check_shape(height: int, width: int) -> None:
+    if height < 1 or width < 1:
+        raise RequestError("an image has no pixels", got=f"{width} x {height}", expected="at least 1 x 1")
+    if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
+        raise RequestError(
+            "the aspect ratio of an image is too large",
+            got=f"{width} x {height}",
+            expected=f"sides that differ by a factor of at most {_MAX_ASPECT_RATIO}",
+        )
 
 
 def num_tokens_of(size: tuple[int, int], config: VisionConfig) -> int:

@@ -24,7 +24,7 @@ from PIL import Image
 
 from raypp.config.sections import ImagesSection
 from raypp.errors import QueueFullError, RequestError
-from raypp.models.vision_config import VisionConfig
+from raypp.models.vision_config import MarksInPrompts, VisionConfig
 from raypp.pictures.content import (
     Content,
     ImageContent,
@@ -36,7 +36,7 @@ from raypp.pictures.content import (
 )
 from raypp.pictures.decode_picture import OpenedImage, check_bytes, open_array, open_file, open_pil
 from raypp.pictures.fetch import Fetcher
-from raypp.pictures.patches import fitted_size, image_item, num_tokens_of, video_items
+from raypp.pictures.patches import filled_size, fitted_size, image_item, num_tokens_of, video_items
 from raypp.pictures.web_address import is_web_address
 from raypp.prompt_items import EncoderItem
 
@@ -59,7 +59,7 @@ class PictureMarks:
     end: str  # behind it
     image: str  # stands for its tokens
     video: str  # stands for the tokens of a group of frames; empty: the model takes no videos
-    are_in_prompts: bool = True  # whether a rendered prompt has all of an image's marks; else its start alone
+    in_prompts: MarksInPrompts = "all"
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,15 +116,17 @@ class PictureReader:
         """Return a rendered prompt in which each video's mark is one per group of frames, and when it is shown.
 
         Where a start alone stands for an image, it gets the other marks, and empty lines around them: Gemma 3's
-        (transformers 5.17, `processing_gemma3.py`). A video that the template put between its marks loses these: each
-        group has its own.
+        (transformers 5.17, `processing_gemma3.py`). So does a placeholder, without empty lines: Gemma 4's. A video that
+        the template put between its marks loses these: each group has its own.
 
         Raises:
             RequestError: there are not as many marks of videos as videos.
         """
-        if not marks.are_in_prompts:
-            alone = re.compile(f"{re.escape(marks.start)}(?!{re.escape(marks.image)})")  # else a prompt has them all
-            return alone.sub(lambda _: f"\n\n{marks.start}{marks.image}{marks.end}\n\n", text)
+        start, image = re.escape(marks.start), re.escape(marks.image)
+        if marks.in_prompts != "all":  # but a prompt may have them all
+            alone = f"{start}(?!{image})" if marks.in_prompts == "start" else f"(?<!{start}){image}"
+            lines = "\n\n" if marks.in_prompts == "start" else ""
+            return re.sub(alone, lambda _: f"{lines}{marks.start}{marks.image}{marks.end}{lines}", text)
         videos = [picture.seconds for picture in pictures if picture.seconds is not None]
         if not videos:
             return text
@@ -225,6 +227,8 @@ class PictureReader:
         if config.image_side is not None:
             return config.image_side, config.image_side
         bounds = config.image_pixels if num_frames is None else config.video_pixels
+        if config.fills_bounds:
+            return filled_size(height, width, config.side_factor, bounds.max_pixels)
         num_counted = 1 if num_frames is None else max(num_frames, config.temporal_patch_size)
         return fitted_size(height, width, config.side_factor, bounds, num_counted)
 

@@ -1,8 +1,9 @@
-"""Small random Qwen3-VL, Qwen3.5 and Gemma 3 checkpoints, and what transformers makes of images and prompts with them.
+"""Small random Qwen3-VL, Qwen3.5 and Gemma checkpoints, and what transformers makes of images and prompts with them.
 
 Over the seeds they vary in the sizes of both halves, in taps, patches, learned positions, in how a head's pairs are
-shared out to axes, in which form config.json is written, some have experts, and some gated delta nets. Those of Gemma 3
-vary in windows, shorter and longer than an image, and in the tokens of an image.
+shared out to axes, in which form config.json is written, some have experts, and some gated delta nets. Those of Gemma
+vary in windows, shorter and longer than an image, and in the tokens of an image; those of Gemma 4 in what their towers
+do to products and pooled rows, and in whether tokens of an image see each other.
 """
 
 from __future__ import annotations
@@ -190,6 +191,84 @@ def make_gemma3_checkpoint(seed: int, directory: Path, *, like: Path | None = No
     return directory
 
 
+def make_gemma4_checkpoint(seed: int, directory: Path, *, like: Path | None = None) -> Path:
+    """Write a random Gemma 4 with its tower to `directory` and return it. Arguments as for Gemma 3."""
+    rng = random.Random(f"gemma4-{seed}")
+    num_layers, vision_heads, vision_dim = rng.randint(2, 5), rng.choice((1, 2)), rng.choice((8, 16))
+    marks, vocab_size = {"image_token_id": IMAGE, "boi_token_id": VISION_START, "eoi_token_id": VISION_END}, 256
+    if like is not None:
+        theirs = json.loads((like / "config.json").read_text())
+        marks, vocab_size = {name: theirs[name] for name in marks}, theirs["text_config"]["vocab_size"]
+    config = transformers.Gemma4Config(
+        text_config={
+            "vocab_size": vocab_size,
+            "hidden_size": rng.choice((32, 48)),
+            "intermediate_size": 48,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1 + seed % 2,
+            "head_dim": 16,
+            "global_head_dim": rng.choice((16, 32)),
+            "num_global_key_value_heads": rng.choice((1, 2)),
+            "attention_k_eq_v": seed % 3 != 1,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "max_position_embeddings": 1024,
+            "sliding_window": (3, 9, 40)[seed % 3],
+            "layer_types": ["sliding_attention"] * (num_layers - 1) + ["full_attention"],
+            "use_bidirectional_attention": None if seed == 3 else "vision",
+            "initializer_range": 0.25,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+        },
+        vision_config={
+            "num_hidden_layers": rng.randint(2, 3),
+            "hidden_size": vision_heads * vision_dim,
+            "num_attention_heads": vision_heads,
+            "num_key_value_heads": vision_heads,
+            "head_dim": vision_dim,
+            "intermediate_size": rng.choice((40, 64)),
+            "patch_size": 4,
+            "pooling_kernel_size": 2 + seed // 2 % 2,  # of 1 transformers 5.17 keeps the padding
+            "position_embedding_size": 256,
+            "standardize": seed % 2 == 0,
+            "use_clipped_linears": seed % 3 == 1,
+        },
+        tie_word_embeddings=seed % 2 == 0,
+        video_token_id=VIDEO,
+        audio_token_id=0,
+        **marks,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = transformers.Gemma4ForConditionalGeneration(config)
+        _randomize_gemma4(model)
+    model.save_pretrained(directory)
+    for name in () if like is None else ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(like / name, directory)
+    images = {"image_processor": {"max_soft_tokens": (5, 8, 11)[seed % 3], "do_normalize": False, "resample": 3}}
+    (directory / "processor_config.json").write_text(json.dumps(images))
+    return directory
+
+
+@torch.no_grad()
+def _randomize_gemma4(model: Any) -> None:
+    """Make visible what initialization hides."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if "norm" in name or name.endswith("std_scale"):
+            tensor.copy_(1.0 + 0.3 * torch.randn_like(tensor))
+        elif name.endswith(("_max", "_min")):
+            tensor.fill_(1.5 if name.endswith("max") else -1.25)
+        elif name.endswith(("std_bias", "layer_scalar")):
+            tensor.copy_(0.7 + 0.3 * torch.randn_like(tensor))
+        elif name.endswith("position_embedding_table"):
+            tensor.copy_(torch.randn_like(tensor))
+        elif "vision_tower" in name and not name.endswith("inv_freq") or "projection" in name:
+            tensor.copy_(0.2 * torch.randn_like(tensor))
+        elif "lm_head" in name:
+            tensor.copy_(0.25 * torch.randn_like(tensor))
+
+
 @torch.no_grad()
 def _randomize_gemma3(model: Any) -> None:
     """Make visible what initialization hides."""
@@ -325,12 +404,22 @@ class PromptMaker:
 
 
 def pixel_values(path: Path, item: EncoderItem) -> torch.Tensor:
-    """Return an item's pixels as transformers' processors make them, float32: patches, or [1, 3, side, side]."""
+    """Return an item's pixels as transformers' processors make them, float32: patches, or [1, 3, side, side].
+
+    Gemma 4's are between 0 and 1, row by row, with the channels last, and padded: [1, P, patch_dim].
+    """
     config = load_model_config(path).vision
     assert config is not None
     per_channel = config.patch_dim // config.in_channels
     mean, std = (np.repeat(np.array(v, np.float32), per_channel) for v in (config.image_mean, config.image_std))
     patches = torch.from_numpy((item.patches.astype(np.float32) / 255 - mean) / std)
+    if config.kind == "gemma4":
+        _, height, width = item.grid_thw
+        merge, patch = config.spatial_merge_size, config.patch_size
+        squares = (patches / 2 + 0.5).view(height // merge, width // merge, merge, merge, 3, patch, patch)
+        in_rows = squares.permute(0, 2, 1, 3, 5, 6, 4).reshape(1, height * width, -1)
+        most = config.tokens_per_max_image * config.patches_per_token
+        return torch.nn.functional.pad(in_rows, (0, 0, 0, most - height * width))
     if config.image_side is None:
         return patches
     side, patch, merge = config.image_side, config.patch_size, config.spatial_merge_size
@@ -345,7 +434,7 @@ def load_vision_reference(path: Path) -> Any:
     config = load_model_config(path)
     assert config.vision is not None
     name = _class_name(has_states=config.has_row_states, has_experts=config.experts is not None)
-    name = "Gemma3" if config.vision.kind == "gemma3" else name
+    name = {"gemma3": "Gemma3", "gemma4": "Gemma4"}.get(config.vision.kind, name)
     model_class = getattr(transformers, name + "ForConditionalGeneration")
     model = model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     return model.eval()
@@ -355,16 +444,26 @@ def load_vision_reference(path: Path) -> Any:
 def hf_rows(path: Path, items: list[EncoderItem]) -> list[torch.Tensor]:
     """Return each item's embeddings and deepstack rows, [1 + L, N, H]."""
     pixels, model = torch.cat([pixel_values(path, item) for item in items]), load_vision_reference(path).model
-    if _is_gemma3(model):
+    if model.config.model_type == "gemma3":
         return [rows.unsqueeze(0) for rows in model.get_image_features(pixels).pooler_output]
+    if model.config.model_type == "gemma4":
+        found = model.get_image_features(pixels, torch.cat([_patch_places(path, item) for item in items]))
+        return [rows.unsqueeze(0) for rows in found.pooler_output]
     grids = torch.tensor([item.grid_thw for item in items])
     found = model.get_image_features(pixels, grids)
     rows = torch.stack([torch.cat(found.pooler_output), *getattr(found, "deepstack_features", ())])
     return list(rows.split([item.num_tokens for item in items], dim=1))
 
 
-def _is_gemma3(model: Any) -> bool:
-    return str(model.config.model_type) == "gemma3"
+def _patch_places(path: Path, item: EncoderItem) -> torch.Tensor:
+    """Return columns and rows of an item's patches as Gemma 4's processor does, -1 for padding, [1, P, 2]."""
+    config = load_model_config(path).vision
+    assert config is not None
+    _, height, width = item.grid_thw
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    places = torch.stack((columns, rows), 2).view(1, -1, 2)
+    most = config.tokens_per_max_image * config.patches_per_token
+    return torch.nn.functional.pad(places, (0, 0, 0, most - height * width), value=-1)
 
 
 @torch.inference_mode()
@@ -378,7 +477,10 @@ def hf_vision_choices(
     ids = torch.tensor([prompt])
     kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": kinds}
-    if _is_gemma3(model):  # with its processor, text alone has types, too: it is masked the same
+    if model.config.model_type == "gemma4" and items is not None:
+        pixels, places = (torch.cat([of(path, item) for item in items.items]) for of in (pixel_values, _patch_places))
+        inputs |= {"pixel_values": pixels, "image_position_ids": places}
+    elif model.config.model_type == "gemma3":  # with its processor, text alone has types, too: it is masked the same
         pixels = None if items is None else torch.cat([pixel_values(path, item) for item in items.items])
         inputs = {"input_ids": ids, "token_type_ids": kinds, "pixel_values": pixels}
     elif items is not None:
@@ -392,5 +494,8 @@ def hf_vision_choices(
                 inputs[grids] = torch.tensor([item.grid_thw for item in of_kind])
     logits = [model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0]]
     if len(output) > 1:  # by itself: a placeholder that the model generates is no picture
-        logits.append(model(input_ids=torch.tensor([output[:-1]]), past_key_values=cache, use_cache=True).logits[0])
+        said = {"input_ids": torch.tensor([output[:-1]])}
+        if model.config.model_type == "gemma4":  # it would take such a one for padding
+            said = {"inputs_embeds": model.get_input_embeddings()(said["input_ids"])}
+        logits.append(model(**said, past_key_values=cache, use_cache=True).logits[0])
     return choices_of(torch.cat(logits), output)

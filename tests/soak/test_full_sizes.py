@@ -31,7 +31,7 @@ FULL: dict[str, dict[str, str]] = {
     "tests/parity/test_engine_hf.py": {"TEST_SIZES": "all"},
     "tests/parity/test_models_hf.py": {"TEST_SIZES": "all"},
     "tests/parity/test_vision_hf.py": {"TEST_SIZES": "all"},
-    "tests/parity/test_gemma3_vision.py": {"TEST_SIZES": "all"},
+    "tests/parity/test_gemma_vision.py": {"TEST_SIZES": "all"},
     "tests/parity/test_sampling_params.py": {"TEST_SIZES": "all"},
     "tests/parity/test_tiny_eagle.py": {"TEST_SIZES": "all"},
     "tests/parity/test_cpu_kv.py": {"TEST_SIZES": "all"},

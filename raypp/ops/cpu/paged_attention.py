@@ -294,7 +294,9 @@ def _head_blocks(cache: LayerCache, block_tables: torch.Tensor) -> torch.Tensor:
 def _prefill_pieces(cache: LayerCache, dtype: torch.dtype, batch: AttentionBatch, heads: Heads) -> list[PrefillPiece]:
     block_size, pieces = cache.keys.shape[2], list[PrefillPiece]()
     tables, start = batch.block_tables[heads.group], batch.num_decode_rows * batch.decode_query_len
-    spans: Sequence[Sequence[Span] | None] = batch.prefill_spans or [None] * len(batch.prefill_query_lens)
+    spans: Sequence[Sequence[Span] | None] = [None] * len(batch.prefill_query_lens)
+    if heads.sees_ahead and batch.prefill_spans is not None:
+        spans = batch.prefill_spans
     lens = zip(batch.prefill_query_lens, batch.prefill_seq_lens, spans, strict=True)
     for row, (query_len, seq_len, of_row) in enumerate(lens, batch.num_decode_rows):
         num_before = seq_len - query_len

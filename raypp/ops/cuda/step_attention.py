@@ -388,7 +388,7 @@ class CudaAttention:
         space: Callable[[], PrefillSpace],
     ) -> None:
         self._device = device
-        self._kind = heads.kind
+        self._kind, self._sees_ahead = heads.kind, heads.sees_ahead
         sizes = heads.num_heads, heads.num_kv_heads, heads.head_dim
         self._decode: TritonDecode | InvariantAttention
         self._prefill: Prefill
@@ -414,7 +414,7 @@ class CudaAttention:
 
     def plan(self, batch: AttentionBatch, ring_entry: int) -> None:
         """Add the plan of the batch's prefill rows."""
-        prefill = self._prefill if batch.prefill_spans is None else self._with_spans
+        prefill = self._with_spans if self._sees_ahead and batch.prefill_spans is not None else self._prefill
         batch.plans[self._kind] = partial(prefill.run, prefill.plan(batch, ring_entry))
 
     def append(

@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 from PIL import Image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import (
+    Gemma4ImageProcessorPil,
+    get_aspect_ratio_preserving_size,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 from vision_configs import vision_config
 
 from raypp.errors import RequestError
 from raypp.models.vision_config import PixelBounds
-from raypp.pictures.patches import fitted_size, image_item, num_tokens_of, video_items
+from raypp.pictures.patches import filled_size, fitted_size, image_item, num_tokens_of, video_items
 
 
 def _noise(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -58,6 +62,30 @@ def test_squares_equal_those_of_transformers(size: tuple[int, int]) -> None:
     pixels = patches.transpose(2, 0, 3, 1, 4).reshape(3, side, side).astype(np.float32) / 255
     mean, deviation = (np.array(values, np.float32)[:, None, None] for values in ((0.5, 0.4, 0.6), (0.5, 0.3, 0.25)))
     np.testing.assert_allclose((pixels - mean) / deviation, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [(100, 80), (96, 96), (7, 9), (31, 300), (500, 20), (1, 190)])
+def test_patches_that_fill_their_bounds_equal_those_of_transformers(size: tuple[int, int]) -> None:
+    """Gemma 4's, which come square by square here, a patch's channels first."""
+    config = vision_config(kind="gemma4", patch_size=4, temporal_patch_size=1, spatial_merge_size=3)
+    image, side, merge = _noise(*size), config.patch_size, config.spatial_merge_size
+    found = Gemma4ImageProcessorPil(patch_size=side, max_soft_tokens=70)(images=[image], return_tensors="np")
+    fitted = filled_size(image.height, image.width, config.side_factor, 70 * config.side_factor**2)
+    item = image_item(image, fitted, config)
+    assert item.num_tokens == num_tokens_of(fitted, config) == found["num_soft_tokens_per_image"][0]
+    rows, columns = (of // (side * merge) for of in fitted)
+    patches = item.patches.reshape(rows, columns, merge, merge, 3, side, side)
+    in_rows = patches.transpose(0, 2, 1, 3, 5, 6, 4).reshape(-1, config.patch_dim).astype(np.float32) / 255
+    np.testing.assert_allclose(in_rows, found["pixel_values"][0][: len(in_rows)], atol=1e-6)
+
+
+def test_filled_sizes_equal_those_of_transformers() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        height, width, most = rng.randint(1, 3000), rng.randint(1, 3000), rng.choice((70, 280, 1120))
+        if max(height, width) / min(height, width) <= 200:
+            expected = get_aspect_ratio_preserving_size(height, width, 16, most * 9, 3)
+            assert filled_size(height, width, 48, most * 48 * 48) == expected
 
 
 def test_sizes_equal_those_of_transformers() -> None:

@@ -285,6 +285,13 @@ def test_parts_that_are_no_pictures(part: Any) -> None:
 
 def test_a_start_alone_stands_for_an_image() -> None:
     """Gemma 3's; a prompt that has all marks keeps them."""
-    reader, marks = _reader(), PictureMarks("<s>", "</s>", "<i>", "", are_in_prompts=False)
+    reader, marks = _reader(), PictureMarks("<s>", "</s>", "<i>", "", "start")
     assert reader.mark_pictures("a<s>b", [ReadPicture(())], marks) == "a\n\n<s><i></s>\n\nb"
+    assert reader.mark_pictures("a<s><i></s>b", [ReadPicture(())], marks) == "a<s><i></s>b"
+
+
+def test_a_placeholder_alone_stands_for_an_image() -> None:
+    """Gemma 4's."""
+    reader, marks = _reader(), PictureMarks("<s>", "</s>", "<i>", "", "image")
+    assert reader.mark_pictures("a<i><i>b", [ReadPicture(())] * 2, marks) == "a<s><i></s><s><i></s>b"
     assert reader.mark_pictures("a<s><i></s>b", [ReadPicture(())], marks) == "a<s><i></s>b"
