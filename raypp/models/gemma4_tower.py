@@ -2,9 +2,9 @@
 
     patches -> patch embedding + learned rows and columns -> blocks -> mean of 3 x 3, * sqrt(H) -> norm -> projection
 
-Images keep about their shape, see `raypp.models.tower_parts.SegmentTower`. A head's first half is rotated by the patch's
-column, its second by its row. Here the rows of `q_proj` and `k_proj` are sorted so that one rotation of the whole head
-does both, and scores, whose factor is 1, are those of queries times sqrt(D) over sqrt(D).
+Images keep about their shape, see `raypp.models.tower_parts.SegmentTower`. A head's first half is rotated by the
+patch's column, its second by its row. Here the outputs of `q_proj` and `k_proj` are sorted so that one rotation of the
+whole head does both. The factor of the scores is 1: queries are multiplied by sqrt(D), and scores divided by it.
 
 Source: the published checkpoints' config.json and tensor names; transformers 5.17, `models/gemma4`.
 """

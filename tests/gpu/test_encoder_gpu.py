@@ -9,6 +9,7 @@ from hf_vision import (
     FIRST_TEXT_TOKEN,
     hf_vision_choices,
     make_gemma3_checkpoint,
+    make_gemma4_checkpoint,
     make_vision_checkpoint,
     picture,
     picture_prompt,
@@ -26,11 +27,13 @@ from raypp.models.weights import CheckpointWeights
 SIZES = ((40, 40), (90, 30), (17, 60), (64, 64), (33, 47), (8, 8))
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "gemma3"])
+@pytest.fixture(scope="module", params=["qwen3_vl", "gemma3", "gemma4"])
 def path(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("vl")
     if request.param == "gemma3":
         return make_gemma3_checkpoint(3, directory)
+    if request.param == "gemma4":
+        return make_gemma4_checkpoint(4, directory)
     return make_vision_checkpoint(3, directory, min_layers=4)
 
 

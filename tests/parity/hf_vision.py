@@ -194,7 +194,7 @@ def make_gemma3_checkpoint(seed: int, directory: Path, *, like: Path | None = No
 def make_gemma4_checkpoint(seed: int, directory: Path, *, like: Path | None = None) -> Path:
     """Write a random Gemma 4 with its tower to `directory` and return it. Arguments as for Gemma 3."""
     rng = random.Random(f"gemma4-{seed}")
-    num_layers, vision_heads, vision_dim = rng.randint(2, 5), rng.choice((1, 2)), rng.choice((8, 16))
+    num_layers, vision_heads, vision_dim = rng.randint(2, 5), rng.choice((1, 2)), rng.choice((16, 24))
     marks, vocab_size = {"image_token_id": IMAGE, "boi_token_id": VISION_START, "eoi_token_id": VISION_END}, 256
     if like is not None:
         theirs = json.loads((like / "config.json").read_text())
@@ -263,7 +263,7 @@ def _randomize_gemma4(model: Any) -> None:
             tensor.copy_(0.7 + 0.3 * torch.randn_like(tensor))
         elif name.endswith("position_embedding_table"):
             tensor.copy_(torch.randn_like(tensor))
-        elif "vision_tower" in name and not name.endswith("inv_freq") or "projection" in name:
+        elif ("vision_tower" in name and not name.endswith("inv_freq")) or "projection" in name:
             tensor.copy_(0.2 * torch.randn_like(tensor))
         elif "lm_head" in name:
             tensor.copy_(0.25 * torch.randn_like(tensor))

@@ -47,7 +47,7 @@ GEMMA3_4B: dict[str, Any] = {
         "vision_use_head": False,
     },
 }
-GEMMA4_31B: dict[str, Any] = {  # as published, but for its tower
+GEMMA4_31B: dict[str, Any] = {  # as published; the sizes of its tower are about those
     "architectures": ["Gemma4ForConditionalGeneration"],
     "model_type": "gemma4",
     "eos_token_id": 1,
@@ -78,7 +78,16 @@ GEMMA4_31B: dict[str, Any] = {  # as published, but for its tower
         "use_bidirectional_attention": "vision",
         "vocab_size": 262144,
     },
-    "vision_config": {"hidden_size": 1152, "model_type": "gemma4_vision", "num_hidden_layers": 27},
+    "vision_config": {
+        "head_dim": 72,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "model_type": "gemma4_vision",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "standardize": True,
+    },
     "dtype": "bfloat16",
     "tie_word_embeddings": True,
 }
@@ -182,8 +191,35 @@ def test_gemma3_beside_a_tower(tmp_path: Path) -> None:
 def test_gemma4(tmp_path: Path) -> None:
     """As published, and as transformers 5.17 writes the text part: the same, and as many parameters as it counts."""
     config, shape = read(tmp_path, GEMMA4_31B), load_model_config(SHAPES / "gemma-4-31b")
-    assert (config.vision, config.weight_prefix) == (None, "model.language_model.")
-    assert replace(shape, architecture=config.architecture, weight_prefix=config.weight_prefix) == config
+    assert config.weight_prefix == "model.language_model."
+    ours = {"architecture": config.architecture, "weight_prefix": config.weight_prefix, "vision": config.vision}
+    assert replace(shape, **ours) == config
+    tower = config.vision
+    assert tower is not None
+    assert (tower.kind, tower.sees_ahead, tower.is_standardized, tower.marks_in_prompts) == (
+        "gemma4",
+        True,
+        True,
+        "image",
+    )
+    assert (tower.tokens_per_max_image, tower.side_factor, tower.head_dim, tower.patch_dim) == (280, 48, 72, 768)
+    assert (tower.vision_start_token_id, *tower.placeholder_ids, tower.vision_end_token_id) == (255999, 258880, 258882)
+    assert [layer.sees_ahead for layer in config.attending[:6]] == [True] * 5 + [False]
+    assert read(tmp_path, GEMMA4_31B, vision_config=None).vision is None
+    for name, value, expected in (
+        ("head_dim", 64, "a multiple of 8: hidden_size=1152 / 16 heads"),
+        ("num_key_value_heads", 8, "16, one per query head"),
+        ("hidden_activation", "relu", "gelu_pytorch_tanh"),
+        ("attention_bias", True, "false"),
+    ):
+        with pytest.raises(ModelLoadError, match=expected):
+            read(tmp_path, GEMMA4_31B, vision_config={**GEMMA4_31B["vision_config"], name: value})
+    for said, expected in (({"resample": 2}, "3, bicubic"), ({"do_normalize": True}, "false: the tower itself")):
+        (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": said}))
+        with pytest.raises(ModelLoadError, match=expected):
+            read(tmp_path, GEMMA4_31B)
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {"max_soft_tokens": 1120}}))
+    assert read(tmp_path, GEMMA4_31B).vision.tokens_per_max_image == 1120  # type: ignore[union-attr]
     assert parameter_counts(config) == (30_697_345_340, 30_697_345_340)
     windowed, whole = config.attending[0], config.attending[5]
     assert [layer.window for layer in config.attending[:6]] == [1024] * 5 + [None]
