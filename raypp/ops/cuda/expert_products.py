@@ -590,7 +590,7 @@ def _sum_of_experts(
         share = tl.load(weights + pair)
         is_there = inside
         if HAS_OTHERS:  # of their pairs there is no product
-            is_there = inside & (share != 0.0)
+            is_there = output < tl.where(share == 0.0, 0, num_outputs)
         value = tl.load(y + pair * num_outputs + output, mask=is_there, other=0.0).to(tl.float32)
         total += share * value
     tl.store(residual + token * num_outputs + output, total.to(residual.dtype.element_ty), mask=inside)
