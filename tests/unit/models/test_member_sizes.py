@@ -51,7 +51,8 @@ STATES = {
 }
 EXPERTS = {"moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 2}
 DENSE_STATES = {name: size for name, size in STATES.items() if "expert" not in name and "moe" not in name}
-WIDE = {"global_head_dim": 64, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
+KINDS = ["sliding_attention", "full_attention"] * 2
+WIDE = {"global_head_dim": 64, "num_global_key_value_heads": 2, "attention_k_eq_v": True, "layer_types": KINDS}
 CASES = {
     "dense": ("qwen3", 0, {}),
     "tied": ("qwen3", 1, {"tie_word_embeddings": True}),
