@@ -109,14 +109,26 @@ def test_tokens_of_whole_experts_equal_transformers(family, count, num_stages, t
 
 
 HEADS = [("eagle", 2, 1), ("eagle3_own_vocabulary", 2, 2), ("mtp", 2, 2), ("mtp_layer", 2, 1), ("mtp_latents", 2, 2)]
-MORE_HEADS = [("eagle", 4, 2), ("eagle3", 2, 1), ("eagle3", 4, 3), ("eagle3_qwen", 2, 2), ("mtp", 4, 1), ("mtp", 3, 2)]
+MORE_HEADS = [
+    ("eagle", 4, 2),
+    ("eagle3", 2, 1),
+    ("eagle3", 4, 3),
+    ("eagle3_qwen", 2, 2),
+    ("mtp", 4, 1),
+    ("mtp", 3, 2),
+    ("mtp_whole", 3, 2),
+]
 
 
 def _with_head(kind: str, count: int, path: Path) -> tuple[Path, dict, Reference]:
     """Return a random model, the speculation by a random head of a kind, and the reference of the two."""
-    families = {"mtp": ("qwen3_5_moe", 8), "mtp_layer": ("glm4_moe", 0), "mtp_latents": ("deepseek_v3", 0)}
-    family, method = families.get(kind, ("qwen3", 4)), kind.partition("_")[0]
-    target = make_checkpoint(*family, path / "model", min_layers=4, **sizes_for_members(family[0], count, count))
+    with_mtp = {"mtp_layer": ("glm4_moe", 0), "mtp_latents": ("deepseek_v3", 0)}
+    method = kind.partition("_")[0]
+    family = with_mtp.get(kind, ("qwen3_5_moe", 8) if method == "mtp" else ("qwen3", 4))
+    more = {"num_experts": 12} if kind == "mtp_whole" else {}
+    target = make_checkpoint(
+        *family, path / "model", min_layers=4, **sizes_for_members(family[0], count, count), **more
+    )
     if method == "mtp":
         add_mtp_head(target, count)
         load_reference.cache_clear()
@@ -133,6 +145,7 @@ def test_drafts_of_heads_are_those_of_the_reference(kind, count, num_stages, tmp
     common = {"num_stages": num_stages, "tensor_parallel_size": count, "num_kv_blocks": 60}
     common |= {"max_num_batched_tokens": 24, "min_prefill_chunk_tokens": 5}
     common |= {"mode": "full" if num_stages == 2 else "none"}
+    common |= {"enable_expert_parallel": True} if kind == "mtp_whole" else {}
     plain = [request.output_token_ids for request in run(target, asked, **common)[0]]
     requests, stats, _ = run(target, asked, speculative=speculative | {"num_speculative_tokens": NUM_DRAFTS}, **common)
     assert [request.output_token_ids for request in requests] == plain
