@@ -292,7 +292,13 @@ async def read_timeline(
     await _wait_for_reports(frontend, timeout_s)
     stats = await _engine_stats(frontend, timeout_s, spans_after_us=0)
     step_reads = [
-        WeightReads(stage["step_weight_bytes"], stage.get("expert_bytes", 0), stage.get("chosen_expert_share", 1.0))
+        WeightReads(
+            stage["step_weight_bytes"],
+            stage.get("expert_bytes", 0),
+            stage.get("chosen_expert_share", 1.0),
+            stage.get("num_experts", 0),
+            stage.get("num_expert_parts", 1),
+        )
         for stage in plan["stages"]
     ]
     return Timeline.of_last_burst(

@@ -136,7 +136,9 @@ def fit_lines(fit: Mapping[str, Any]) -> Iterator[str]:
     if fit["layers"] is not None:
         yield fit["layers"]
     if fit["has_experts"]:
-        yield f"{_billions(fit['num_parameters'])} parameters, {_billions(fit['num_active_parameters'])} for each token"
+        held, of_token = fit["whole_experts"], f"{_billions(fit['num_active_parameters'])} for each token"
+        whole = "" if held is None else f"; each member has {held} experts of a layer, whole"
+        yield f"{_billions(fit['num_parameters'])} parameters, {of_token}{whole}"
     yield ""
     yield from _answer(fit)
     yield ""

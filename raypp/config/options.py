@@ -61,7 +61,7 @@ class Setting:
     @property
     def is_switch(self) -> bool:
         """Whether it is true or false."""
-        return self.field.annotation is bool
+        return bool in self.kinds
 
     @property
     def is_list(self) -> bool:

@@ -41,7 +41,6 @@ OF_VLLM: Mapping[str, InPlace] = MappingProxyType(
     {
         "pipeline_parallel_size": InPlace("parallel.num_stages"),
         "data_parallel_size": _REPLICAS,
-        "enable_expert_parallel": InPlace(None, "leave it out: the experts of a layer are on its stage"),
         "enforce_eager": _EAGER,
         "compilation_config": InPlace("graphs.mode", "the other settings of graphs are options, too"),
         "swap_space": InPlace("cache.cpu_kv_bytes"),
@@ -85,7 +84,7 @@ OF_SGLANG: Mapping[str, InPlace] = MappingProxyType(
         "pp_size": InPlace("parallel.num_stages"),
         "tp_size": InPlace("parallel.tensor_parallel_size", "each stage has so many members"),
         "dp_size": _REPLICAS,
-        "ep_size": InPlace(None, "leave it out: the experts of a layer are on its stage"),
+        "ep_size": InPlace("parallel.enable_expert_parallel", "the members of a stage share its experts"),
         "nnodes": _BY_RAY,
         "node_rank": _BY_RAY,
         "dist_init_addr": _BY_RAY,

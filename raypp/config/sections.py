@@ -136,6 +136,9 @@ class ParallelSection(Section):
     layers slower, not the LM head. 0: for steps that only decode. `raypp tune --traffic` reads it off a log."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """Members of each stage, on one node: every layer's weights, heads and KV cache are cut for them."""
+    enable_expert_parallel: bool | None = None
+    """Whether each member has some of the experts, whole, or a part of every expert. None: whole experts where sizes
+    of parts, or of their blocks of scales, do not divide; else parts, which load all members alike."""
     transport: TransportKind = "auto"
     """How tensors move between stages. `auto`, for each pair of neighbours: `ipc` on one node when each GPU reaches the
     other's memory, `nccl` between nodes and otherwise, `gloo` on CPUs. One stage is always `local`."""

@@ -71,6 +71,12 @@ class ExpertConfig:
     has_pairs: bool = False  # see `ExpertFamily`
     gate_limit: float | None = None  # the most of a gate that is clamped, see `raypp.ops.backend.Gate`; None: any
     is_beside_mlp: bool = False  # see `ExpertFamily`
+    num_parts: int = 1  # members that have as many whole experts each; 1: all have the same part of every expert
+
+    @property
+    def num_held(self) -> int:
+        """How many of the experts a member has."""
+        return self.num_experts // self.num_parts
 
 
 def read_experts(fields: ConfigFields, family: ExpertFamily | None, num_layers: int) -> ExpertConfig | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from raypp.models.config import ModelConfig
 from raypp.models.expert_config import ExpertConfig
 from raypp.models.families import Activation
 from raypp.models.latent_mixer import LatentMixer
-from raypp.models.member_sizes import Member, Size, Span
+from raypp.models.member_sizes import Member, Size, Span, part_of_experts
 from raypp.models.rope_config import RopeConfig
 from raypp.models.weight_formats import Index
 from raypp.models.weights import WeightReader, WeightSource, read_kv_scales
@@ -447,18 +447,20 @@ class SparseMLP:
         norm_weight = (
             read_norm(config, weights, name, hidden) if experts.is_beside_mlp else read_mlp_norm(config, weights)
         )
-        names, num_experts, size = experts.names, experts.num_experts, weights.member.part(experts.intermediate_size)
+        names, own = experts.names, part_of_experts(experts, weights.member)
+        size = weights.member.part(experts.intermediate_size, experts.num_parts)
         is_renamed = names.block != _FUSED_BLOCK and weights.has(f"{_FUSED_BLOCK}gate.weight")
         block = weights.below(_FUSED_BLOCK if is_renamed else names.block)
         router = _read_router(experts, block, hidden)
         if block.has("experts.gate_up_proj") or block.has("experts.gate_up_proj_blocks"):
             block = block.of(FusedExperts(block.source, block.prefix + "experts.", experts, size.total, hidden))
         if experts.has_pairs:
-            products = _read_pairs(experts, block, size, hidden)
+            products = _read_pairs(experts, block, own, size, hidden)
         else:
-            gate_up = block.expert_weight("experts.{}.", num_experts, (names.gate, names.up), (size, size), hidden)
-            down = block.expert_weight("experts.{}.", num_experts, (names.down,), (hidden,), size)
+            gate_up = block.expert_weight("experts.{}.", own, (names.gate, names.up), (size, size), hidden)
+            down = block.expert_weight("experts.{}.", own, (names.down,), (hidden,), size)
             products = ExpertWeights(gate_up, down, gate=_GATES[config.activation])
+        products = replace(products, first=own.start, num_others=own.total - own.size)
         self._experts = kernels.experts(norm_weight, config.rms_norm_eps, router, products)
         self._shared: SharedMLP | None = None
         if experts.shared_size:
@@ -524,15 +526,15 @@ def _read_router(experts: ExpertConfig, block: WeightReader, hidden_size: int) -
     return Router(weight, routing, bias, correction, norm_weight, scales)
 
 
-def _read_pairs(experts: ExpertConfig, block: WeightReader, size: Span, hidden_size: int) -> ExpertWeights:
-    """Read experts with biases whose gate and up take turns; `size` is the member's part of I."""
-    num_experts, name = experts.num_experts, experts.names.down
+def _read_pairs(experts: ExpertConfig, block: WeightReader, own: Span, size: Span, hidden_size: int) -> ExpertWeights:
+    """Read experts with biases whose gate and up take turns; the member has its `own` of E, and `size` of I."""
+    name = experts.names.down
     pairs = Span(2 * size.start, 2 * size.size, 2 * size.total)
     order = [*range(0, pairs.size, 2), *range(1, pairs.size, 2)]
-    gate_up = block.expert_weight("experts.{}.", num_experts, (_PAIRS,), (pairs,), hidden_size)
-    down = block.expert_weight("experts.{}.", num_experts, (name,), (hidden_size,), size)
-    gate_up_bias = block.tensor(f"experts.{_PAIRS}_bias", num_experts, pairs)
-    down_bias = block.tensor(f"experts.{name}_bias", num_experts, hidden_size)
+    gate_up = block.expert_weight("experts.{}.", own, (_PAIRS,), (pairs,), hidden_size)
+    down = block.expert_weight("experts.{}.", own, (name,), (hidden_size,), size)
+    gate_up_bias = block.tensor(f"experts.{_PAIRS}_bias", own, pairs)
+    down_bias = block.tensor(f"experts.{name}_bias", own, hidden_size)
     gate = Gate(_CLAMPED_ALPHA, experts.gate_limit, offset=1.0)
     return ExpertWeights(gate_up.sorted_outputs(order), down, gate_up_bias[:, order], down_bias, gate)
 

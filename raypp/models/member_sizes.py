@@ -9,6 +9,8 @@ from typing import NamedTuple
 from raypp.errors import ConfigError
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer, ModulesConfig
 from raypp.models.config import ModelConfig, member_of_modules
+from raypp.models.expert_config import ExpertConfig
+from raypp.models.sizes import layer_prefix
 
 _MOST = 64
 
@@ -80,7 +82,14 @@ def span_of(size: Size) -> Span:
     return size if isinstance(size, Span) else Span(0, size, size)
 
 
-def of_one_member(config: ModelConfig, count: int, *, part: str = "a stage", path: Path | None = None) -> ModelConfig:
+def of_one_member(
+    config: ModelConfig,
+    count: int,
+    *,
+    part: str = "a stage",
+    path: Path | None = None,
+    whole_experts: bool | None = None,
+) -> ModelConfig:
     """Return the sizes of one of `count` members; they are alike for all.
 
     Where there are fewer KV heads than members, several members have the same ones.
@@ -90,14 +99,23 @@ def of_one_member(config: ModelConfig, count: int, *, part: str = "a stage", pat
         count: Of the members.
         part: What it is of, for errors.
         path: The model's directory, for transformers' modules.
+        whole_experts: Whether a member has some of the experts, or a part of each; None: some of them where a part
+            would have no form that kernels multiply.
 
     Raises:
         ConfigError: what cannot be cut into so many parts.
     """
     if count == 1:
         return config
-    if why := _obstacle(config, count):
-        possible = [other for other in range(1, _MOST + 1) if not _obstacle(config, other)]
+    if whole_experts and (config.experts is None or config.measured is not None):
+        layers = "transformers' modules" if config.measured is not None else "layers without experts"
+        raise ConfigError(
+            "only raypp's own layers with experts can be cut into whole experts per member",
+            got=f"enable_expert_parallel=true, {config.architecture} of {layers}",
+            hint="leave enable_expert_parallel out",
+        )
+    if why := _obstacle(config, count, whole_experts):
+        possible = [other for other in range(1, _MOST + 1) if not _obstacle(config, other, whole_experts)]
         raise ConfigError(
             f"the weights of {part} cannot be cut into parts of equal size",
             got=f"tensor_parallel_size={count}, {why}",
@@ -108,9 +126,11 @@ def of_one_member(config: ModelConfig, count: int, *, part: str = "a stage", pat
         return member_of_modules(config, path, count)
     experts = config.experts
     if experts is not None:
+        num_parts = count if _has_whole_experts(config, experts, count, whole_experts) else 1
         experts = replace(
             experts,
-            intermediate_size=experts.intermediate_size // count,
+            num_parts=num_parts,
+            intermediate_size=experts.intermediate_size * num_parts // count,
             shared_size=experts.shared_size // count,
         )
     return replace(
@@ -120,6 +140,11 @@ def of_one_member(config: ModelConfig, count: int, *, part: str = "a stage", pat
         attention=tuple(_mixer(layer, count) for layer in config.attention),
         experts=experts,
     )
+
+
+def part_of_experts(experts: ExpertConfig, member: Member) -> Span:
+    """Return which experts of a layer a member has, whole or a part of each."""
+    return member.part(experts.num_held, member.count // experts.num_parts)
 
 
 def _mixer(layer: LayerMixer, count: int) -> LayerMixer:
@@ -134,7 +159,19 @@ def _mixer(layer: LayerMixer, count: int) -> LayerMixer:
     )
 
 
-def _obstacle(config: ModelConfig, count: int) -> str | None:
+def _has_whole_experts(config: ModelConfig, experts: ExpertConfig, count: int, asked: bool | None) -> bool:
+    """Return whether a member has whole experts: if asked for, or if only these keep the form of their weights."""
+    if asked is not None:
+        return asked
+    (size, rest), form = divmod(experts.intermediate_size, count), config.quantization
+    first = next((index for index in range(config.num_layers) if config.experts_of(index)), 0)
+    module = f"{layer_prefix(config, first)}{experts.names.block}experts.0.{experts.names.down}"
+    if form is not None and form.has_gpu_product and not form.has_order and form.covers(module):
+        rest = rest or not replace(form, is_for_gpus=True).can_cut_inputs(size, is_of_experts=True)
+    return bool(rest) and experts.num_experts % count == 0
+
+
+def _obstacle(config: ModelConfig, count: int, whole_experts: bool | None) -> str | None:
     """Return what does not divide, None if all does."""
     experts, sizes = config.experts, dict[str, int]()
     for mixer in config.attention:
@@ -148,6 +185,10 @@ def _obstacle(config: ModelConfig, count: int) -> str | None:
     if experts is None or experts.dense_layers or experts.is_beside_mlp:
         sizes["dimensions of the MLP"] = config.intermediate_size
     if experts is not None:
-        sizes["dimensions of an expert"] = experts.intermediate_size
+        if _has_whole_experts(config, experts, count, whole_experts):
+            sizes["experts"] = experts.num_experts
+        else:
+            others = "" if whole_experts is False else f", and {experts.num_experts} experts"
+            sizes[f"dimensions of an expert{others}"] = experts.intermediate_size
         sizes["dimensions of the shared expert"] = experts.shared_size
     return next((f"{size} {name}" for name, size in sizes.items() if size % count), None)

@@ -30,6 +30,9 @@ _ALL_LINEAR = "Linear"  # the class, as compressed-tensors' `targets` may name o
 _FOUR_BITS = ("awq", "gptq", "compressed_int4", "mxfp4", "nvfp4")
 _SCALE_BYTES = {"mxfp4": 2, "awq": 2, "gptq": 2, "compressed_int4": 2}
 _USUAL_SCALE_BYTES = 4
+_LEAST_BLOCK = 32
+_TILE = 64
+"""Inputs of a block that a GPU's kernels multiply."""
 FP4_FORMATS: dict[WeightFormat, int] = {"nvfp4": 16, "mxfp4": 32}
 """Inputs that share a scale, by the form of floats of 4 bits."""
 _COMPRESSED_FORMATS = {
@@ -75,6 +78,18 @@ class Quantization:
         scale_bytes = _SCALE_BYTES.get(self.format, _USUAL_SCALE_BYTES)
         total = num_outputs * num_inputs * self.bits // 8 + num_blocks * (scale_bytes + self.has_zeros)
         return total + 8 * num_inputs * self.has_order
+
+    @property
+    def has_gpu_product(self) -> bool:
+        """Whether a GPU multiplies it as it is; `raypp.ops.cuda.quantized_projection` says it of a weight."""
+        rows, columns = self.block
+        if self.format in ("nvfp4", "int8"):
+            return False
+        if columns == 0:
+            return True
+        if self.bits == 4:
+            return rows == 1 and (columns == _LEAST_BLOCK or columns % _TILE == 0)
+        return columns >= _LEAST_BLOCK and columns & (columns - 1) == 0
 
     def can_cut_inputs(self, size: int, *, is_of_experts: bool) -> bool:
         """Return whether parts of so many inputs keep the form: in order, and whole bytes; others become plain.

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import NormalDist
 from typing import NamedTuple
 
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer, ModulesConfig
@@ -25,12 +26,25 @@ class WeightReads:
     """The bytes of weights that a step reads: of experts, those that any of its tokens chooses, evenly."""
 
     always: int
-    experts: int = 0  # of all experts
+    experts: int = 0  # of all experts, or of a member's
     chosen: float = 1.0  # the share of a layer's experts that one token chooses
+    num_experts: int = 0  # E, of all members, where these have whole ones
+    num_parts: int = 1  # such members
 
     def of(self, num_tokens: float) -> float:
-        """Return the bytes that a step of T tokens reads: of E experts, k a token, E * (1 - (1 - k / E)^T) are read."""
-        return self.always + self.experts * (1.0 - math.pow(1.0 - self.chosen, num_tokens))
+        """Return the bytes that a step of T tokens reads: of E experts, k a token, E * (1 - (1 - k / E)^T) are read.
+
+        Where members have whole experts, those that one of them reads are about normally distributed. It counts what
+        the member reads that has most to read: all wait for it.
+        """
+        unread = math.pow(1.0 - self.chosen, num_tokens)
+        share = 1.0 - unread
+        if self.num_parts > 1:
+            of_others = max(0.0, 1.0 - self.chosen * self.num_experts / max(1, self.num_experts - 1))
+            variance = unread * (1.0 - math.pow(of_others, num_tokens)) * self.num_parts / self.num_experts
+            most = NormalDist().inv_cdf((self.num_parts - 0.375) / (self.num_parts + 0.25))  # of so many (Blom)
+            share = min(1.0, share + most * math.sqrt(variance))
+        return self.always + self.experts * share
 
     @property
     def total(self) -> int:
@@ -41,8 +55,8 @@ class WeightReads:
 def total_reads(parts: Iterable[WeightReads]) -> WeightReads:
     """Return what several parts of one model read together."""
     listed = list(parts)
-    chosen = min((part.chosen for part in listed if part.experts), default=1.0)
-    return WeightReads(sum(part.always for part in listed), sum(part.experts for part in listed), chosen)
+    least = min((part for part in listed if part.experts), key=lambda part: part.chosen, default=WeightReads(0))
+    return replace(least, always=sum(part.always for part in listed), experts=sum(part.experts for part in listed))
 
 
 @dataclass(frozen=True)
@@ -199,9 +213,15 @@ def _layer_size(config: ModelConfig, index: int, dtype_bytes: int) -> LayerSize:
     expert_bytes = sum(_held_bytes(config, prefix, product, dtype_bytes) for product in of_expert)
     expert_parameters = sum(product.num_elements for product in of_expert)
     return LayerSize(
-        WeightReads(always, experts.num_experts * expert_bytes, experts.num_chosen / experts.num_experts),
-        shared_parameters + experts.num_experts * expert_parameters,
-        shared_parameters + experts.num_chosen * expert_parameters,
+        WeightReads(
+            always,
+            experts.num_held * expert_bytes,
+            experts.num_chosen / experts.num_experts,
+            experts.num_experts,
+            experts.num_parts,
+        ),
+        shared_parameters + experts.num_held * expert_parameters,
+        shared_parameters + experts.num_chosen * expert_parameters // experts.num_parts,
     )
 
 
@@ -232,14 +252,17 @@ def _products(config: ModelConfig, index: int) -> tuple[list[_Product], list[_Pr
     if experts is None:
         return shared, []
     names = experts.names
-    return shared, _gated_mlp(f"{names.block}experts.0.", (names.gate, names.down), hidden, experts.intermediate_size)
+    below, is_whole, size = f"{names.block}experts.0.", experts.num_parts > 1, experts.intermediate_size
+    return shared, _gated_mlp(below, (names.gate, names.down), hidden, size, is_whole=is_whole)
 
 
-def _gated_mlp(prefix: str, names: tuple[str, str], hidden: int, intermediate: int) -> list[_Product]:
+def _gated_mlp(
+    prefix: str, names: tuple[str, str], hidden: int, intermediate: int, *, is_whole: bool = False
+) -> list[_Product]:
     gate, down = names
     return [
         _Product(prefix + gate, 2 * intermediate, hidden),
-        _Product(prefix + down, hidden, intermediate, is_summed=True),
+        _Product(prefix + down, hidden, intermediate, is_summed=not is_whole),
     ]
 
 
@@ -269,8 +292,8 @@ def _num_other_parameters(config: ModelConfig, index: int) -> int:
     if experts is not None:
         names = experts.names
         count += hidden * (names.router_scale is not None) + experts.num_experts * (names.expert_scales is not None)
-        biases = (1 + 2 * experts.intermediate_size + hidden) * experts.has_pairs
-        return count + experts.num_experts * (hidden + experts.has_sigmoid + biases)
+        biases = experts.num_held * (2 * experts.intermediate_size + hidden) * experts.has_pairs
+        return count + experts.num_experts * (hidden + experts.has_sigmoid + experts.has_pairs) + biases
     return count + (2 * intermediate + hidden) * config.mlp_bias
 
 

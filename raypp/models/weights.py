@@ -9,6 +9,7 @@ import hashlib
 import logging
 import math
 import pickle
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -294,6 +295,7 @@ class DummyWeights:
 
 
 _NAMED_AT_MOST = 8
+_OF_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _UNUSED = (
     "rotary_emb.inv_freq",  # stored by old checkpoints; follows from config.json
     ".input_scale",  # of activations in few bits, which are never rounded by a scale of the checkpoint
@@ -303,15 +305,22 @@ _UNUSED = (
 )
 
 
-def warn_of_unread(source: WeightSource, part: str, is_own: Callable[[str], bool]) -> None:
+def warn_of_unread(source: WeightSource, part: str, is_own: Callable[[str], bool], experts: Span | None = None) -> None:
     """Log the names of tensors that were not read: config.json does not speak of them, so the model may be another.
 
     Args:
         source: Where all was read from.
         part: Of the model, for the log.
         is_own: Whether a tensor is this part's; each is of exactly one.
+        experts: Those of each layer that the member has; None: there are none.
     """
-    names = sorted(name for name in source.unread() if is_own(name) and not name.endswith(_UNUSED))
+
+    def is_of_others(name: str) -> bool:
+        found = _OF_EXPERT.search(name)
+        return found is not None and experts is not None and not 0 <= int(found[1]) - experts.start < experts.size
+
+    unread = filter(is_own, source.unread())
+    names = sorted(name for name in unread if not name.endswith(_UNUSED) and not is_of_others(name))
     if names:
         more = f" and {len(names) - _NAMED_AT_MOST} more" if len(names) > _NAMED_AT_MOST else ""
         _LOG.warning(
@@ -418,23 +427,26 @@ class WeightReader:
         return stacked_weights(weights)
 
     def expert_weight(
-        self, prefix: str, num_experts: int, modules: Sequence[str], rows: Sequence[Size], num_inputs: Size
+        self, prefix: str, experts: Size, modules: Sequence[str], rows: Sequence[Size], num_inputs: Size
     ) -> Weight:
         """Return the same linear layers of E experts, [E, N, K]; see `weight`.
 
         Args:
             prefix: Of an expert's tensors, with `{}` for its number: `experts.{}.`.
-            num_experts: E.
+            experts: E, all or some.
             modules: Names of each expert's layers.
             rows: The outputs of each.
             num_inputs: K.
         """
+        span = span_of(experts)
         if isinstance(self.source, DummyWeights):  # drawing them one by one would take minutes
-            return self._dummy_experts(f"{self.prefix}{prefix}", num_experts, modules, rows, span_of(num_inputs))
-        first = self.below(prefix.format(0)).weight(modules, rows, num_inputs)
+            return self._dummy_experts(f"{self.prefix}{prefix}", span, modules, rows, span_of(num_inputs))
+        num_experts = span.size
+        first = self.below(prefix.format(span.start)).weight(modules, rows, num_inputs)
         whole = first.mapped(lambda part: part.new_empty(num_experts, *part.shape))
         for expert in range(num_experts):
-            weight = self.below(prefix.format(expert)).weight(modules, rows, num_inputs) if expert else first
+            of_expert = self.below(prefix.format(span.start + expert))
+            weight = of_expert.weight(modules, rows, num_inputs) if expert else first
             if not has_form_of(whole, weight, with_order=False):
                 whole = _as_plain(whole, expert, self.dtype)
                 weight = Weight(weight.dequantized(self.dtype))
@@ -445,18 +457,20 @@ class WeightReader:
         return whole
 
     def _dummy_experts(
-        self, prefix: str, num_experts: int, modules: Sequence[str], rows: Sequence[Size], inputs: Span
+        self, prefix: str, experts: Span, modules: Sequence[str], rows: Sequence[Size], inputs: Span
     ) -> Weight:
         assert isinstance(self.source, DummyWeights)
         spans = [span_of(size) for size in rows]
         totals, name = [span.total for span in spans], f"{prefix}{'+'.join(modules)}"
-        shape, form = (num_experts, sum(totals), inputs.total), self._quantization
+        shape, form = (experts.total, sum(totals), inputs.total), self._quantization
         if form is not None and form.covers(prefix.format(0) + modules[0]):
             if any(count % form.block[0] for count in totals[:-1]):  # as stacked weights have it
                 form = replace(form, block=(1, form.block[1]))
             whole = self._dummy(name, shape, form)
         else:
             whole = Weight(self.source.get(name, shape, self.dtype).to(self.device))
+        if not experts.is_whole:
+            whole = whole.of_experts(experts.slice)
         if all(span.is_whole for span in (*spans, inputs)):
             return whole
         begins = [sum(totals[:index]) + span.start for index, span in enumerate(spans)]

@@ -69,7 +69,7 @@ class ChosenExperts(Protocol):
     """Experts of a sparse MLP, without a norm before and a residual stream behind them."""
 
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the sum of w_e down_e(gate(gate_e(x), up_e(x))) over a token's experts e, [T, H].
+        """Return the sum of w_e down_e(gate(gate_e(x), up_e(x))) over a token's experts e that are here, [T, H].
 
         Shapes: x [T, H]; experts [T, k] of integers; weights [T, k].
         """
@@ -178,13 +178,15 @@ GELU = Gate(alpha=2.0 * math.sqrt(2.0 / math.pi), cubic=0.044715)
 
 @dataclass(frozen=True, eq=False)
 class ExpertWeights:
-    """The weights of E experts."""
+    """The weights of E experts: of all that a router knows, or of one member's."""
 
     gate_up: Weight  # [E, 2 I, H], the gate first
     down: Weight  # [E, H, I]
     gate_up_bias: torch.Tensor | None = None  # [E, 2 I]
     down_bias: torch.Tensor | None = None  # [E, H]; with the other or without
     gate: Gate = SILU
+    first: int = 0  # the number of the first one
+    num_others: int = 0  # experts of other members: what tokens get of them is left out
 
     @property
     def num_bytes(self) -> int:
@@ -276,7 +278,7 @@ class KernelSet(Protocol):
     def experts(self, norm_weight: torch.Tensor, eps: float, router: Router, weights: ExpertWeights) -> Experts:
         """Return x -> x + sum of w_e down_e(gate(gate_e(n), up_e(n))) over a token's experts e, with n = norm(x).
 
-        The router may have a norm of x of its own, of the same epsilon.
+        The router may have a norm of x of its own, of the same epsilon. Experts of other members add nothing.
 
         The host never knows the routing, so a CUDA graph can hold it at every decode size. Shapes: norm_weight [H].
         """

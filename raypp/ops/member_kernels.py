@@ -58,7 +58,7 @@ class _MemberKernels:
         return self._sum(x, torch.zeros_like(x))
 
     def experts(self, norm_weight: torch.Tensor, eps: float, router: Router, weights: ExpertWeights) -> Experts:
-        if weights.down_bias is not None and self._members.rank:  # it is added once
+        if weights.down_bias is not None and self._members.rank and not weights.num_others:  # it is added once
             weights = replace(weights, down_bias=torch.zeros_like(weights.down_bias))
         experts = self._kernels.experts(norm_weight, eps, router, weights)
         sum_ = self._sum

@@ -103,6 +103,10 @@ class Weight:
         scale, zero, order = (None if part is None else change(part) for part in (self.scale, self.zero, self.order))
         return replace(self, data=change(self.data), scale=scale, zero=zero, order=order)
 
+    def of_experts(self, experts: slice) -> Weight:
+        """Return some of the experts whose weight it is."""
+        return self.mapped(lambda part: own_copy(_in_bytes(part)[experts]).view(part.dtype))
+
     def part(self, outputs: slice, inputs: slice) -> Weight:
         """Return some consecutive outputs and inputs. A part that ends within blocks gets smaller ones.
 

@@ -20,7 +20,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig, as_stored, load_model_config
 from raypp.models.member_sizes import of_one_member
-from raypp.models.quantization import ONLINE_FP8, Quantization
+from raypp.models.quantization import ONLINE_FP8
 from raypp.models.sizes import kv_bytes_per_token, parameter_counts, state_bytes_per_row
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
 from raypp.plan.encoder_plan import EncoderPlan, plan_encoders
@@ -46,8 +46,6 @@ from raypp.stage.stage_spec import DraftHeadSpec
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 _LOG = logging.getLogger(__name__)
 _FP8 = "float8_e4m3fn"
-_LEAST_BLOCK = 32
-_TILE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +265,7 @@ def _for_members(config: EngineConfig, model: ModelConfig, path: Path) -> ModelC
             expected="tensor_parallel_size = 1",
             hint="compile = false in section graphs",
         )
-    return of_one_member(model, count, path=path)
+    return of_one_member(model, count, path=path, whole_experts=config.parallel.enable_expert_parallel)
 
 
 def _refuse_for_transformers(config: EngineConfig, model: ModelConfig) -> None:
@@ -448,22 +446,10 @@ def held_model(model: ModelConfig, hardware: Hardware, *, device: str, dtype: st
     quantization = model.quantization
     if quantization is None:
         return model
-    is_multiplied = device == "cuda" and dtype != "float32" and has_gpu_product(quantization)
+    is_multiplied = device == "cuda" and dtype != "float32" and quantization.has_gpu_product
     lacks_type = quantization.bits == 8 and _lacks_fp8(hardware)
     held = replace(quantization, is_for_gpus=True) if is_multiplied and not lacks_type else None
     return replace(model, quantization=held)
-
-
-def has_gpu_product(quantization: Quantization) -> bool:
-    """Return whether a GPU multiplies a form as it is; `raypp.ops.cuda.quantized_projection` says it of a weight."""
-    rows, columns = quantization.block
-    if quantization.format in ("nvfp4", "int8"):
-        return False
-    if columns == 0:
-        return True
-    if quantization.bits == 4:
-        return rows == 1 and (columns == _LEAST_BLOCK or columns % _TILE == 0)
-    return columns >= _LEAST_BLOCK and columns & (columns - 1) == 0
 
 
 def _lacks_fp8(hardware: Hardware) -> bool:

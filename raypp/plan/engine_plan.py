@@ -402,6 +402,8 @@ def _described(reads: WeightReads) -> dict[str, Any]:
     described: dict[str, Any] = {"step_weight_bytes": reads.always}
     if reads.experts:
         described |= {"expert_bytes": reads.experts, "chosen_expert_share": reads.chosen}
+    if reads.num_parts > 1:
+        described |= {"num_experts": reads.num_experts, "num_expert_parts": reads.num_parts}
     return described
 
 

@@ -121,7 +121,7 @@ class Fit:
 
     def describe(self) -> dict[str, Any]:
         """Return the answer as plain data."""
-        problem, form = self.problem, self.layout.held_model.quantization
+        problem, form, experts = self.problem, self.layout.held_model.quantization, self.layout.model.experts
         total, active = self.layout.num_parameters
         return {
             "fits": self.plan is not None,
@@ -132,6 +132,7 @@ class Fit:
             "num_active_parameters": active,
             "layers": None if self.layout.model.measured is None else describe_layers(self.layout.model),
             "has_experts": any(size.reads.experts for size in layer_sizes(self.layout.model, 1)),
+            "whole_experts": experts.num_held if experts is not None and experts.num_parts > 1 else None,
             "quantization": None if form is None else form.format,
             "dtype": self.layout.dtype,
             "kv_cache_dtype": self.layout.kv_dtype,

@@ -15,7 +15,7 @@ from raypp.models.checkpoint_names import PICKLED_FILE, has_safetensors
 from raypp.models.config import ModelConfig
 from raypp.models.decoder import DecoderModel, HeadSupport, compile_layers
 from raypp.models.draft_head import DraftHead
-from raypp.models.member_sizes import Member
+from raypp.models.member_sizes import Member, Span, part_of_experts
 from raypp.models.registry import build_model
 from raypp.models.weights import PickledWeights, WeightReader, WeightSource, open_weights, warn_of_unread
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice, make_first_sums
@@ -106,7 +106,7 @@ def build_stage_model(
     )
     source = open_weights(spec.load_format, spec.model_path, spec.seed, device)
     model.load_weights(source)
-    warn_of_unread(source, f"stage {spec.stage_index}", model.owns_tensor)
+    warn_of_unread(source, f"stage {spec.stage_index}", model.owns_tensor, _experts_of(config, spec))
     if isinstance(model, DecoderModel) and spec.graphs.compile_backend is not None:
         compile_layers(model, spec.max_step_tokens, spec.graphs.compile_backend)
     if isinstance(model, DecoderModel) and spec.draft_head is not None and spec.is_last:
@@ -147,9 +147,16 @@ def _build_draft_head(
     choice = choose_token_choice(device, spec.max_step_rows, part)
     built = DraftHead(head.config, model, weights, kernels, choice, part)
     warn_of_unread(
-        source, "the draft head", lambda name: name.startswith(prefix) and name.removeprefix(prefix) not in _UNUSED
+        source,
+        "the draft head",
+        lambda name: name.startswith(prefix) and name.removeprefix(prefix) not in _UNUSED,
+        _experts_of(layer, spec),
     )
     return built
+
+
+def _experts_of(config: ModelConfig, spec: StageSpec) -> Span | None:
+    return None if config.experts is None else part_of_experts(config.experts, Member(spec.rank, spec.num_members))
 
 
 def build_stage(

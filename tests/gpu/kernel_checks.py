@@ -1213,10 +1213,12 @@ def check_experts(
     normalizes: bool = True,
     same_experts: bool = False,
     is_gemma: bool = False,
+    own: range | None = None,
 ) -> None:
     """The sparse MLP equals its twin; a row of no numbers changes no other; the bits are the same every time.
 
-    Gemma's gate is GELU, its router has a norm of its own, and a factor for each expert's weight.
+    Gemma's gate is GELU, its router has a norm of its own, and a factor for each expert's weight. Experts that are not
+    a member's `own` add nothing.
     """
     kernels = Kernels(dtype, seed=num_tokens)
     experts, hidden, intermediate = shape.num_experts, shape.hidden, shape.intermediate
@@ -1231,12 +1233,13 @@ def check_experts(
     scales = 1 + kernels.normal(experts, scale=0.3).float() if is_gemma else None
     kernel_set = CudaKernels(DEVICE, dtype, block_size=16, max_query_len=1, num_ring_entries=1)
     chooses = Router(router, routing, None, None, of_router, scales)
-    layer = kernel_set.experts(norm_weight, 1e-6, chooses, ExpertWeights(gate_up, down, gate=gate))
+    matrices = [weight.dequantized(torch.float32) for weight in (gate_up, down)]
+    weights = _of_member(ExpertWeights(gate_up, down, gate=gate), matrices, own)
+    layer = kernel_set.experts(norm_weight, 1e-6, chooses, weights)
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         return layer(rows.clone()) if cut is None else layer.run(rows.clone(), cut)
 
-    matrices = (weight.dequantized(torch.float32) for weight in (gate_up, down))
     expected = reference.experts(x, norm_weight, 1e-6, router, *matrices, routing, gate, of_router, scales)
     got = run(x)
     assert got.isfinite().all()
@@ -1257,10 +1260,34 @@ def check_experts(
         assert torch.equal(run(spoilt)[1:], got[1:])
 
 
+def _of_member(weights: ExpertWeights, matrices: list[torch.Tensor], own: range | None) -> ExpertWeights:
+    """Return a member's experts, and let the others' last products be zeros."""
+    if own is None:
+        return weights
+    num_experts, part = len(weights.down.data), slice(own.start, own.stop)
+    is_others = torch.ones(num_experts, dtype=torch.bool, device=DEVICE)
+    is_others[part] = False
+    matrices[1] = matrices[1].masked_fill(is_others[:, None, None], 0.0)
+    return replace(
+        weights,
+        gate_up=weights.gate_up.of_experts(part),
+        down=weights.down.of_experts(part),
+        gate_up_bias=None if weights.gate_up_bias is None else weights.gate_up_bias[part],
+        down_bias=None if weights.down_bias is None else weights.down_bias[part],
+        first=own.start,
+        num_others=num_experts - len(own),
+    )
+
+
 def check_chosen_experts(
-    dtype: torch.dtype, num_tokens: int, shape: ExpertShape, *, block: tuple[int, int] = (1, 32)
+    dtype: torch.dtype,
+    num_tokens: int,
+    shape: ExpertShape,
+    *,
+    block: tuple[int, int] = (1, 32),
+    own: range | None = None,
 ) -> None:
-    """Experts with biases and gpt-oss's gate equal plain torch in float32."""
+    """Experts with biases and gpt-oss's gate equal plain torch in float32; those that are not `own` add nothing."""
     kernels = Kernels(dtype, seed=num_tokens)
     experts, hidden, inner = shape.num_experts, shape.hidden, shape.intermediate
     x = 3 * kernels.normal(num_tokens, hidden)  # so that limits are met
@@ -1271,10 +1298,10 @@ def check_chosen_experts(
     chosen = torch.rand(num_tokens, experts, device=DEVICE).topk(shape.num_chosen).indices
     shares = torch.rand(num_tokens, shape.num_chosen, device=DEVICE)
     kernel_set = CudaKernels(DEVICE, dtype, block_size=16, max_query_len=1, num_ring_entries=1)
-    got = kernel_set.chosen_experts(weights)(x, chosen, shares)
-    expected = torch.zeros(num_tokens, hidden, device=DEVICE)
     matrices = [weight.dequantized(torch.float32) for weight in (gate_up, down)]
-    for expert in range(experts):  # one by one: the matrices of all tokens' experts fit no card
+    got = kernel_set.chosen_experts(_of_member(weights, matrices, own))(x, chosen, shares)
+    expected = torch.zeros(num_tokens, hidden, device=DEVICE)
+    for expert in own or range(experts):  # one by one: the matrices of all tokens' experts fit no card
         tokens, places = (chosen == expert).nonzero().unbind(1)
         between = x[tokens].float() @ matrices[0][expert].t() + biases[0][expert].float()
         y = weights.gate(*between.chunk(2, -1)) @ matrices[1][expert].t() + biases[1][expert].float()
@@ -1302,7 +1329,10 @@ def check_routing(
 
 
 def check_arrangement(num_tokens: int, num_experts: int, num_chosen: int, tile_rows: int, spread: int) -> None:
-    """Each pair is in one place, pairs of an expert are side by side in order, and tiles cover them."""
+    """Each pair is in one place, pairs of an expert are side by side in order, and tiles cover them.
+
+    Pairs of experts behind the last, up to `spread`, are in none.
+    """
     kernels = Kernels(torch.float16, seed=spread)
     x, norm_weight = kernels.normal(num_tokens, 40), kernels.normal(40)
     experts = torch.randint(0, spread, (num_tokens, num_chosen), device=DEVICE, dtype=torch.int32)
@@ -1315,7 +1345,8 @@ def check_arrangement(num_tokens: int, num_experts: int, num_chosen: int, tile_r
     torch.testing.assert_close(of_fp8.scale, scale, atol=0, rtol=4 * TOLERANCE[torch.float16])
     kernels.assert_narrowed(of_fp8.values, expected_norm / scale, torch.float8_e4m3fn, 448)
     of_pair = experts.flatten()
-    assert torch.equal(got.pairs.long(), torch.sort(of_pair, stable=True).indices)
+    num_own = int((of_pair < num_experts).sum())
+    assert torch.equal(got.pairs[:num_own].long(), torch.sort(of_pair, stable=True).indices[:num_own])
     expected, at = [], 0
     for expert in range(num_experts):
         end = at + int((of_pair == expert).sum())

@@ -183,6 +183,24 @@ def test_experts_of_gemma(num_tokens):
         checks.check_experts(BF16, num_tokens, shape, blocks=(block, block), is_gemma=True)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 700])
+@pytest.mark.parametrize("kind", ["plain", "fp8", "int4", "fp4"])
+def test_experts_of_a_member(kind, num_tokens):
+    """Of several with whole experts: some pairs, none where all tokens choose others, all."""
+    block = {"plain": (1, 1), "fp8": (128, 128), "int4": (1, 128), "fp4": (1, 32)}[kind]
+    shape = ExpertShape(2048, 768, 128, 8, (kind, kind))
+    for first in (0, 96):
+        checks.check_experts(BF16, num_tokens, shape, blocks=(block, block), own=range(first, first + 32))
+    one = ExpertShape(2048, 768, 4, 1, (kind, kind))
+    for first in range(4):
+        checks.check_experts(
+            BF16, num_tokens, one, blocks=(block, block), same_experts=True, own=range(first, first + 1)
+        )
+    chosen = ExpertShape(2880, 2880, 32, 4, (kind, kind))
+    if kind in ("plain", "fp4"):
+        checks.check_chosen_experts(BF16, num_tokens, chosen, own=range(8, 16))
+
+
 @pytest.mark.parametrize("tile_rows", [0, 8, 16, 64])
 def test_cuts_of_experts(tile_rows):
     cut = ExpertCut(tile_rows, Tuning(16, 64), Tuning(16, 64))

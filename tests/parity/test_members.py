@@ -37,7 +37,8 @@ def _compare(path, family, count, num_stages, seed, comparison, **others):
         "stage_num_threads": 1,
         **others,
     }
-    engine = LocalEngine(plan_engine(EngineConfig.from_flat(str(path), **settings), Hardware.of_this_machine()))
+    plan = plan_engine(EngineConfig.from_flat(str(path), **settings), Hardware.of_this_machine())
+    engine = LocalEngine(plan)
     prompts = [[rng.randrange(199) for _ in range(rng.randint(1, 50))] for _ in range(5)]
 
     def generate(prompts, max_tokens):
@@ -45,6 +46,7 @@ def _compare(path, family, count, num_stages, seed, comparison, **others):
         return engine.generate(prompts, params)
 
     comparison.compare(path, prompts, NUM_NEW_TOKENS, generate)
+    return plan
 
 
 def _full(*values):
@@ -77,15 +79,56 @@ def test_tokens_equal_transformers(family, count, num_stages, tmp_path):
     comparison.assert_rare()
 
 
+UNEVEN: dict[str, dict] = {  # sizes of experts that three do not divide
+    "qwen3_moe": {"moe_intermediate_size": 40, "num_experts": 12},
+    "gpt_oss": {"intermediate_size": 40, "num_local_experts": 12},
+    "qwen3_5_moe": {"moe_intermediate_size": 40, "num_experts": 12},
+}
+EVEN: dict[str, dict] = {
+    "deepseek_v3": {"n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
+    "glm4_moe": {"n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 2},
+    "gemma4_moe": {"num_experts": 12},
+    "mixtral": {"num_local_experts": 12},
+}
+
+
+@pytest.mark.parametrize(("count", "num_stages"), [(3, 2), (2, 1), *map(_full, (2, 4, 4), (2, 1, 2))])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", *map(_full, ("qwen3_5_moe", "gemma4_moe", "mixtral"))]
+)
+def test_tokens_of_whole_experts_equal_transformers(family, count, num_stages, tmp_path):
+    """Members have whole experts by themselves where parts would not divide, and where they are asked to."""
+    is_chosen = family in UNEVEN and count == 3
+    comparison, more = ExactComparison(), {} if is_chosen else {"enable_expert_parallel": True}
+    for seed in sized((1,), range(4)):
+        sizes = sizes_for_members(family, count, seed) | UNEVEN.get(family, {}) | EVEN.get(family, {})
+        path = make_checkpoint(family, seed, tmp_path / f"{seed}", min_layers=max(2, num_stages), **sizes)
+        plan = _compare(path, family, count, num_stages, seed, comparison, **more)
+        assert plan.model.experts.num_parts == count
+    comparison.assert_rare()
+
+
 HEADS = [("eagle", 2, 1), ("eagle3_own_vocabulary", 2, 2), ("mtp", 2, 2), ("mtp_layer", 2, 1), ("mtp_latents", 2, 2)]
-MORE_HEADS = [("eagle", 4, 2), ("eagle3", 2, 1), ("eagle3", 4, 3), ("eagle3_qwen", 2, 2), ("mtp", 4, 1), ("mtp", 3, 2)]
+MORE_HEADS = [
+    ("eagle", 4, 2),
+    ("eagle3", 2, 1),
+    ("eagle3", 4, 3),
+    ("eagle3_qwen", 2, 2),
+    ("mtp", 4, 1),
+    ("mtp", 3, 2),
+    ("mtp_whole", 3, 2),
+]
 
 
 def _with_head(kind: str, count: int, path: Path) -> tuple[Path, dict, Reference]:
     """Return a random model, the speculation by a random head of a kind, and the reference of the two."""
-    families = {"mtp": ("qwen3_5_moe", 8), "mtp_layer": ("glm4_moe", 0), "mtp_latents": ("deepseek_v3", 0)}
-    family, method = families.get(kind, ("qwen3", 4)), kind.partition("_")[0]
-    target = make_checkpoint(*family, path / "model", min_layers=4, **sizes_for_members(family[0], count, count))
+    with_mtp = {"mtp_layer": ("glm4_moe", 0), "mtp_latents": ("deepseek_v3", 0)}
+    method = kind.partition("_")[0]
+    family = with_mtp.get(kind, ("qwen3_5_moe", 8) if method == "mtp" else ("qwen3", 4))
+    more = {"num_experts": 12} if kind == "mtp_whole" else {}
+    target = make_checkpoint(
+        *family, path / "model", min_layers=4, **sizes_for_members(family[0], count, count), **more
+    )
     if method == "mtp":
         add_mtp_head(target, count)
         load_reference.cache_clear()
@@ -102,6 +145,7 @@ def test_drafts_of_heads_are_those_of_the_reference(kind, count, num_stages, tmp
     common = {"num_stages": num_stages, "tensor_parallel_size": count, "num_kv_blocks": 60}
     common |= {"max_num_batched_tokens": 24, "min_prefill_chunk_tokens": 5}
     common |= {"mode": "full" if num_stages == 2 else "none"}
+    common |= {"enable_expert_parallel": True} if kind == "mtp_whole" else {}
     plain = [request.output_token_ids for request in run(target, asked, **common)[0]]
     requests, stats, _ = run(target, asked, speculative=speculative | {"num_speculative_tokens": NUM_DRAFTS}, **common)
     assert [request.output_token_ids for request in requests] == plain

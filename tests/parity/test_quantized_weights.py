@@ -25,12 +25,14 @@ EXPERT_SEEDS = (("qwen3_moe", 11), ("mixtral", 11), ("qwen3_moe", 3))  # five ex
 EXPERT_FORMS = ("fp8 blocks", "gptq v2 zeros order", "compressed int4 order", "awq", "compressed fp8 channel")
 
 
-def greedy_tokens(path: Path, prompts: list[list[int]], num_members: int | None = None) -> list[list[int]]:
+def greedy_tokens(
+    path: Path, prompts: list[list[int]], num_members: int | None = None, **settings: object
+) -> list[list[int]]:
     """Return what two stages generate, of raypp's layers with so many members, or of transformers' modules."""
     sizes = {"block_size": 4, "max_num_batched_tokens": 24, "max_num_seqs": 6, "max_model_len": 128}
     more = {"num_kv_blocks": 200, "num_stages": 2, "stage_num_threads": 1, "tensor_parallel_size": num_members or 1}
     impl = "transformers" if num_members is None else "raypp"
-    plan = plan_engine(EngineConfig.from_flat(str(path), **sizes, **more, model_impl=impl), Hardware(1))
+    plan = plan_engine(EngineConfig.from_flat(str(path), **sizes, **more, **settings, model_impl=impl), Hardware(1))
     return LocalEngine(plan).generate(prompts, SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))
 
 
@@ -91,6 +93,22 @@ def test_greedy_tokens_on_stages_of_members(tmp_path, index, form):
     compare_texts(source, tmp_path / "small", tmp_path / "plain", **more)
 
 
+@pytest.mark.parametrize(
+    ("index", "form"),
+    [
+        pytest.param(index, form, id=form, marks=() if form in ("awq", "mxfp4") else pytest.mark.full)
+        for index, form in enumerate(CONFIGS)
+    ],
+)
+def test_greedy_tokens_on_stages_of_members_with_whole_experts(tmp_path, index, form):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": []}
+    source = make_checkpoint("qwen3_moe", 12, tmp_path / "source", **sizes, **experts)
+    quantize_checkpoint(form, source, tmp_path / "small", tmp_path / "plain")
+    more = {"tensor_parallel_size": (2, 4)[index % 2], "num_stages": 1 + index // 2 % 2}
+    compare_texts(source, tmp_path / "small", tmp_path / "plain", enable_expert_parallel=True, **more)
+
+
 OF_STATES = ("in_proj_qkv", "in_proj_z", "out_proj")
 STATE_FORMS = ("compressed int4", "fp8 blocks", "awq", "compressed fp8 channel", "auto-round gptq")
 
@@ -144,7 +162,8 @@ def test_greedy_tokens_of_gpt_oss_in_mxfp4(tmp_path):
     assert try_cut(tmp_path / "small", [4]) == {"whole": None, "cut": None, "members": None}  # what a first start tries
     texts = [greedy_tokens(path, prompts()) for path in (tmp_path / "small", plain)]
     texts += [greedy_tokens(tmp_path / "small", prompts(), num_members) for num_members in (1, 2)]
-    assert texts == [texts[0]] * 4
+    texts.append(greedy_tokens(tmp_path / "small", prompts(), 2, enable_expert_parallel=True))
+    assert texts == [texts[0]] * 5
     assert len(set(texts[0][0])) > 3
 
 

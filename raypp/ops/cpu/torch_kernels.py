@@ -126,7 +126,7 @@ class TorchKernels:
             ]
             for weight, biases in ((weights.gate_up, weights.gate_up_bias), (weights.down, weights.down_bias))
         )
-        return TorchChosenExperts(gate_ups, downs, weights.gate)
+        return TorchChosenExperts(gate_ups, downs, weights.gate, weights.first)
 
     def lm_head(
         self,
@@ -357,12 +357,14 @@ class TorchChosenExperts:
         gate_up: [2 I, H] of each expert, the gate first.
         down: [H, I] of each expert.
         gate: Between them.
+        first: The number of the first expert; those that are not here add nothing.
     """
 
-    def __init__(self, gate_up: list[Linear], down: list[Linear], gate: Gate) -> None:
+    def __init__(self, gate_up: list[Linear], down: list[Linear], gate: Gate, first: int) -> None:
         self._gate_up = gate_up
         self._down = down
         self._gate = gate
+        self._first = first
 
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
@@ -375,18 +377,21 @@ class TorchChosenExperts:
         if not len(x):
             return
         num_tokens, num_chosen = experts.shape
-        by_expert = experts.flatten().argsort(stable=True)
-        counts = torch.bincount(experts.flatten(), minlength=len(self._down)).tolist()
+        own, num_own = experts.flatten() - self._first, len(self._down)
+        own = torch.where((own >= 0) & (own < num_own), own, num_own)  # others come last
+        counts = torch.bincount(own, minlength=num_own)[:num_own].tolist()
+        by_expert = own.argsort(stable=True)[: sum(counts)]
         rows = x.index_select(0, by_expert // num_chosen)
         y = _each(self._down, self._gate(*_each(self._gate_up, rows, counts).chunk(2, -1)), counts)
-        of_pairs = torch.empty_like(y).index_copy_(0, by_expert, y).view(num_tokens, num_chosen, -1)
+        of_pairs = y.new_zeros(len(own), y.shape[1]).index_copy_(0, by_expert, y).view(num_tokens, num_chosen, -1)
         out.copy_((of_pairs * weights.unsqueeze(2)).sum(1))
 
 
 def _each(linears: list[Linear], x: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """Return the outputs of linear layers, each of its own rows. Shapes: x [sum of counts, K]; returns [.., N]."""
     parts = zip(linears, x.split(counts), strict=True)
-    return torch.cat([linear(rows) for linear, rows in parts if len(rows)])
+    some = [linear(rows) for linear, rows in parts if len(rows)]
+    return torch.cat(some) if some else linears[0](x)
 
 
 class RMSNorm:

@@ -93,6 +93,7 @@ def gate_up_few(
         num_inputs,
         **_form(weight),
         **constants_of(gate),
+        OWN=len(weight.data) if routed.has_others else None,
         HAS_BIAS=bias is not None,
         HAS_NORM=norm_weight is not None,
         CHOSEN=routed.experts.shape[1],
@@ -134,12 +135,13 @@ def down_few(
         num_outputs,
         num_inputs,
         **_form(weight),
+        OWN=len(weight.data) if routed.has_others else None,
         HAS_BIAS=bias is not None,
         CHOSEN=chosen,
         CHOSEN_PADDED=triton.next_power_of_2(chosen),
         OUTPUTS=tuning.outputs,
         INPUTS=inputs,
-        IS_EVEN=num_inputs % inputs == 0 and triton.next_power_of_2(chosen) == chosen,
+        IS_EVEN=num_inputs % inputs == 0 and triton.next_power_of_2(chosen) == chosen and not routed.has_others,
         STAGES=tuning.num_stages,
         OVERLAPS=device.has_dependent_launch,
         num_warps=tuning.num_warps,
@@ -226,6 +228,7 @@ def sum_of_experts(y: torch.Tensor, routed: Routed, residual: torch.Tensor, devi
         residual,
         num_outputs,
         CHOSEN=routed.experts.shape[1],
+        HAS_OTHERS=routed.has_others,
         BLOCK=block,
         OVERLAPS=device.has_dependent_launch,
         num_warps=max(1, block // 256),
@@ -339,6 +342,7 @@ def _gate_up_few(
     LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
     CUBIC: tl.constexpr,
+    OWN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -361,11 +365,15 @@ def _gate_up_few(
     squares = tl.zeros((INPUTS,), tl.float32)
     start(OVERLAPS)
     expert = tl.load(experts + pair).to(tl.int64)
+    end = num_inputs
+    if OWN is not None:  # of another member's expert nothing is read
+        end = tl.where(expert < OWN, num_inputs, 0)
+        expert = tl.minimum(expert, OWN - 1)
     of_expert = weight + expert * (2 * up_offset)
     first_scale = expert * tl.cdiv(2 * num_outputs, BLOCK_OUT)
     gate_row = first_scale + read_output // BLOCK_OUT
     up_row = first_scale + (num_outputs + read_output) // BLOCK_OUT
-    for begin in tl.range(0, num_inputs, INPUTS, num_stages=STAGES):
+    for begin in tl.range(0, end, INPUTS, num_stages=STAGES):
         inside = (begin + column < num_inputs)[None, :]
         gate_piece = _load(of_expert + begin + cell, inside, IS_EVEN)
         up_piece = _load(of_expert + up_offset + begin + cell, inside, IS_EVEN)
@@ -403,6 +411,7 @@ def _down_few(
     KIND: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    OWN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CHOSEN: tl.constexpr,
     CHOSEN_PADDED: tl.constexpr,
@@ -421,6 +430,9 @@ def _down_few(
     # The launch before the last wrote them, see `raypp.ops.cuda.kernel_launch`.
     expert = tl.load(experts + pair, cache_modifier=".cg").to(tl.int64)
     share = tl.load(weights + pair, mask=is_chosen, other=0.0, cache_modifier=".cg")
+    if OWN is not None:  # others' have no share
+        is_chosen = is_chosen & (expert < OWN)
+        expert = tl.minimum(expert, OWN - 1)
     read_output = tl.minimum(output, num_outputs - 1)[None, :]
     cell = weight + (expert[:, None] * num_outputs + read_output)[:, :, None] * num_inputs + column[None, None, :]
     scale_row = expert[:, None] * tl.cdiv(num_outputs, BLOCK_OUT) + read_output // BLOCK_OUT
@@ -559,7 +571,14 @@ def _multiply_tiles(
 
 @triton.jit
 def _sum_of_experts(
-    y, weights, residual, num_outputs, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+    y,
+    weights,
+    residual,
+    num_outputs,
+    CHOSEN: tl.constexpr,
+    HAS_OTHERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     token = tl.program_id(1).to(tl.int64)
     output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -568,6 +587,10 @@ def _sum_of_experts(
     total = tl.load(residual + token * num_outputs + output, mask=inside, other=0.0).to(tl.float32)
     for rank in tl.static_range(CHOSEN):
         pair = token * CHOSEN + rank
-        value = tl.load(y + pair * num_outputs + output, mask=inside, other=0.0).to(tl.float32)
-        total += tl.load(weights + pair) * value
+        share = tl.load(weights + pair)
+        is_there = inside
+        if HAS_OTHERS:  # of their pairs there is no product
+            is_there = output < tl.where(share == 0.0, 0, num_outputs)
+        value = tl.load(y + pair * num_outputs + output, mask=is_there, other=0.0).to(tl.float32)
+        total += share * value
     tl.store(residual + token * num_outputs + output, total.to(residual.dtype.element_ty), mask=inside)

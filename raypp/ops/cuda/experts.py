@@ -52,7 +52,7 @@ class ExpertShape:
 
     hidden: int  # H
     intermediate: int  # I
-    num_experts: int  # E
+    num_experts: int  # E, of all members
     num_chosen: int  # k
     kinds: tuple[WeightKind, WeightKind] = ("plain", "plain")  # of gate_up and of down
 
@@ -217,7 +217,10 @@ class ExpertProducts:
         )
         self._gate = weights.gate
         self._kinds: tuple[WeightKind, WeightKind] = (_layout(gate_up.kind), _layout(down.kind))
-        self._shape = ExpertShape(down.num_outputs, down.num_inputs, len(down.data), 1, (gate_up.kind, down.kind))
+        self._num_held = len(down.data)
+        # A member's experts have as many tokens each as all of them: they are cut alike.
+        num_experts, kinds = self._num_held + weights.num_others, (gate_up.kind, down.kind)
+        self._shape = ExpertShape(down.num_outputs, down.num_inputs, num_experts, 1, kinds)
         self._gate_up = _product(gate_up, self._biases[0], weights.gate, is_gated=True)
         self._down = _product(down, self._biases[1], weights.gate, is_gated=False)
         self.num_bytes = gate_up.num_bytes + down.num_bytes  # biases aside
@@ -247,7 +250,7 @@ class ExpertProducts:
         if not cut.tile_rows and isinstance(gate_up, Weight) and isinstance(down, Weight):
             y = gate_up_few(x, *norm, gate_up, bias, self._gate, routed, cut.gate_up, device)
             return down_few(y, residual, down, down_bias, routed, cut.down, device)
-        arranged = arrange(x, *norm, routed, self._shape.num_experts, cut.tile_rows or _LEAST_TILE_ROWS, kind, device)
+        arranged = arrange(x, *norm, routed, self._num_held, cut.tile_rows or _LEAST_TILE_ROWS, kind, device)
         where = device, self._workspace
         between = gate_up_tiles(gate_up, bias, self._gate, arranged, num_chosen, next_kind, x, cut.gate_up, *where)
         y = down_tiles(between, down, down_bias, arranged, num_chosen, x, cut.down, *where)
@@ -280,6 +283,8 @@ class CudaExperts:
         of_router = norm_weight if router.norm_weight is None else router.norm_weight
         self._router = replace(router, weight=(weight.float() * of_router.float()).to(weight.dtype))
         self.products = ExpertProducts(weights, weight.dtype, device, workspace)
+        num_held = len(weight) - weights.num_others
+        self._own = range(weights.first, weights.first + num_held) if weights.num_others else None
         self._device = device
         self._workspace = workspace
 
@@ -296,7 +301,7 @@ class CudaExperts:
         residual = hidden if residual is None else residual
         if not len(hidden):
             return residual
-        routed = route(hidden, self._router, self._norm[1], self._device, self._workspace)
+        routed = route(hidden, self._router, self._norm[1], self._device, self._workspace, self._own)
         return self.products.run(hidden, self._norm, routed, residual, cut)
 
 
@@ -305,12 +310,18 @@ class CudaChosenExperts:
 
     def __init__(self, weights: ExpertWeights, dtype: torch.dtype, device: Device, workspace: Workspace) -> None:
         self._products = ExpertProducts(weights, dtype, device, workspace)
+        self._first, self._num_held, self._has_others = weights.first, len(weights.down.data), weights.num_others > 0
 
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         y = torch.zeros_like(x)
         if not len(x):
             return y
-        routed = Routed(experts.to(torch.int32).contiguous(), weights.float().contiguous())
+        experts, weights = experts.to(torch.int32).contiguous(), weights.float().contiguous()
+        if self._has_others:
+            own = experts - self._first
+            is_own = (own >= 0) & (own < self._num_held)
+            experts, weights = own.where(is_own, self._num_held), weights.where(is_own, 0.0)
+        routed = Routed(experts, weights, self._has_others)
         return self._products.run(x.contiguous(), (None, 0.0), routed, y, self._products.cut(*experts.shape))
 
 

@@ -37,10 +37,15 @@ _MOST_PROGRAMS = 1024  # that normalize tokens
 
 @dataclass(frozen=True)
 class Routed:
-    """Each token's experts, the most likely first."""
+    """Each token's experts, the most likely first.
+
+    On a member with whole experts they are counted from its first one; those of other members have the number behind
+    its last one, and no weight.
+    """
 
     experts: torch.Tensor  # [T, k] int32
     weights: torch.Tensor  # [T, k] float32
+    has_others: bool = False  # whether some may be other members'
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Arranged:
     """The pairs by expert, in tiles of one expert each, and the tokens normalized."""
 
     normed: Inputs  # [T, H]
-    pairs: torch.Tensor  # [T * k] int32: numbers of pairs, those of an expert side by side
+    pairs: torch.Tensor  # [T * k] int32: numbers of pairs, those of an expert side by side; others' are left out
     tiles: torch.Tensor  # [3, most tiles] int32: expert (-1: no tile), first place in `pairs`, number of pairs
     tile_rows: int  # the most pairs of a tile
 
@@ -87,10 +92,20 @@ def _is_tight(num_pairs: int, num_experts: int) -> bool:
     return num_pairs * num_experts <= _MOST_COMPARED
 
 
-def route(x: torch.Tensor, router: Router, eps: float, device: Device, workspace: Workspace) -> Routed:
+def route(
+    x: torch.Tensor, router: Router, eps: float, device: Device, workspace: Workspace, own: range | None = None
+) -> Routed:
     """Return the experts of each token by its norm.
 
     Shapes: x [T, H] contiguous, T at least 1; the router's weight [E, H] is of x's type, and has the norm's folded in.
+
+    Args:
+        x: The tokens.
+        router: Chooses of all experts.
+        eps: Of the norm.
+        device: Where it runs.
+        workspace: For what several programs share.
+        own: The member's experts; None: all.
     """
     weight, routing, bias, correction = router.weight, router.routing, router.bias, router.correction
     scales = router.expert_scales
@@ -124,7 +139,9 @@ def route(x: torch.Tensor, router: Router, eps: float, device: Device, workspace
         weights,
         num_tokens,
         num_inputs,
+        0 if own is None else own.start,
         EXPERTS=num_experts,
+        OWN=num_experts if own is None else len(own),
         CHOSEN=chosen,
         CHOSEN_PADDED=triton.next_power_of_2(chosen),
         HAS_BIAS=bias is not None,
@@ -148,7 +165,7 @@ def route(x: torch.Tensor, router: Router, eps: float, device: Device, workspace
         num_stages=3,
         **device.launch_options,
     )
-    return Routed(experts, weights)
+    return Routed(experts, weights, own is not None)
 
 
 def arrange(
@@ -163,7 +180,7 @@ def arrange(
 ) -> Arranged:
     """Return what the products need; `kind` is that of the first one's weight.
 
-    Shapes: x [T, H] contiguous, T at least 1; norm_weight [H], None: x as it is.
+    Pairs of other members are in no tile. Shapes: x [T, H] contiguous, T at least 1; norm_weight [H], None: x as it is.
     """
     num_tokens, size = x.shape
     num_pairs = routed.experts.numel()
@@ -247,7 +264,7 @@ def _of_open_groups(
     return tl.where(ahead < CHOSEN_GROUPS, ranks, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["num_tokens", "squares_offset"])
+@triton.jit(do_not_specialize=["num_tokens", "squares_offset", "first_own"])
 def _route(
     x,
     router,
@@ -262,7 +279,9 @@ def _route(
     weights,
     num_tokens,
     num_inputs,
+    first_own,
     EXPERTS: tl.constexpr,
+    OWN: tl.constexpr,
     CHOSEN: tl.constexpr,
     CHOSEN_PADDED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -365,6 +384,10 @@ def _route(
         weight *= SCALING
         if HAS_SCALES:
             weight *= tl.load(scales + found)
+        if OWN < EXPERTS:
+            found -= first_own
+            found = tl.where((found >= 0) & (found < OWN), found, OWN)
+            weight = tl.where(found < OWN, weight, 0.0)
         pair = token.to(tl.int64)[:, None] * CHOSEN + rank[None, :]
         mask = is_token[:, None] & (rank < CHOSEN)[None, :]
         tl.store(experts + pair, found, mask=mask)
@@ -434,7 +457,7 @@ def _arrange(
         if segment == 0:
             some = tl.arange(0, 32)
             if IS_TIGHT:
-                # Tiles follow each other; the last expert marks the places that are left.
+                # Tiles follow each other.
                 other = tl.arange(0, EXPERTS_PADDED)
                 counts = tl.zeros((EXPERTS_PADDED,), tl.int32)
                 few = tl.arange(0, 32)
@@ -443,12 +466,12 @@ def _arrange(
                     counts += tl.sum((of_pair[None, :] == other[:, None]).to(tl.int32), 1)
                 first_tile = tl.sum(tl.where(other < expert, (counts + TILE_ROWS - 1) // TILE_ROWS, 0), 0)
                 end_tile = first_tile + num_tiles_own
-                if expert == EXPERTS - 1:
-                    end_tile = num_tiles
             else:
                 # Each expert has a place more than the tiles that its pairs fill.
                 first_tile = num_before // TILE_ROWS + expert
                 end_tile = (num_before + num_own) // TILE_ROWS + expert + 1
+            if expert == EXPERTS - 1:  # it marks the places that are left, as pairs of other members leave them
+                end_tile = num_tiles
             for begin in range(0, end_tile - first_tile, 32):
                 number = begin + some
                 mask = number < end_tile - first_tile

@@ -19,6 +19,7 @@ from quantized_tensors import CONFIGS
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError
+from raypp.models.weights import CheckpointWeights
 from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
@@ -50,7 +51,8 @@ STATES = {
 }
 EXPERTS = {"moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 2}
 DENSE_STATES = {name: size for name, size in STATES.items() if "expert" not in name and "moe" not in name}
-WIDE = {"global_head_dim": 64, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
+KINDS = ["sliding_attention", "full_attention"] * 2
+WIDE = {"global_head_dim": 64, "num_global_key_value_heads": 2, "attention_k_eq_v": True, "layer_types": KINDS}
 CASES = {
     "dense": ("qwen3", 0, {}),
     "tied": ("qwen3", 1, {"tie_word_embeddings": True}),
@@ -173,6 +175,10 @@ def _of_head(spec: StageSpec, model: Any) -> Any:
     return Speculation(spec, torch.device("cpu"), tokens, model.draft_head, tables).head_kv_caches
 
 
+def _full(value: Any) -> Any:
+    return pytest.param(value, marks=pytest.mark.full)
+
+
 def _cells(in_ci: set[tuple[Any, ...]], *values: Any) -> list[Any]:
     """Return all combinations, of which CI runs some."""
     return [pytest.param(*each, marks=() if each in in_ci else pytest.mark.full) for each in product(*values)]
@@ -200,6 +206,61 @@ def test_a_member_holds_what_the_plan_says_of_few_bits(tmp_path, monkeypatch, ca
         _check(_plan(path, count, 2), monkeypatch)
 
 
+WHOLE = [case for case in CASES if "experts" in case or case in ("sinks and pairs", "a norm of all heads")]
+
+
+@pytest.mark.parametrize(("case", "num_stages"), _cells({("sinks and pairs", 2), ("shared experts", 1)}, WHOLE, (1, 2)))
+def test_a_member_holds_what_the_plan_says_of_whole_experts(tmp_path, monkeypatch, case, num_stages):
+    family, seed, changes = CASES[case]
+    path = make_checkpoint(family, seed, tmp_path, **{**SIZES, **changes})
+    for count in (2, 8):
+        _check(_plan(path, count, num_stages, enable_expert_parallel=True), monkeypatch)
+
+
+@pytest.mark.parametrize("form", [_full(each) if each != "fp8 blocks" else each for each in FORMS])
+def test_a_member_holds_what_the_plan_says_of_whole_experts_of_few_bits(tmp_path, monkeypatch, form):
+    family, seed, changes = CASES["experts"]
+    path = make_checkpoint(family, seed, tmp_path, **{**SIZES, **changes})
+    values = json.loads((path / "config.json").read_text()) | {"quantization_config": FORMS[form]}
+    (path / "config.json").write_text(json.dumps(values))
+    for count in (2, 8):
+        _check(_plan(path, count, 2, enable_expert_parallel=True), monkeypatch)
+
+
+class _ReadTensors(CheckpointWeights):
+    """Notes how many elements are read of experts."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.num_read = 0
+
+    def get(self, name: str, *given: Any, **more: Any) -> torch.Tensor:
+        tensor = super().get(name, *given, **more)
+        self.num_read += tensor.numel() if ".experts." in name else 0
+        return tensor
+
+
+@pytest.mark.parametrize("case", ["experts", "sinks and pairs"])
+def test_a_member_reads_its_own_experts_alone(tmp_path, monkeypatch, caplog, case):
+    """And none of the others' is said to be left over; those of all together are all that there are."""
+    family, seed, changes = CASES[case]
+    path = make_checkpoint(family, seed, tmp_path, **{**SIZES, **changes})
+    sources = list[_ReadTensors]()
+
+    def opened(*_: Any) -> _ReadTensors:
+        sources.append(_ReadTensors(path))
+        return sources[-1]
+
+    monkeypatch.setattr(build_stage, "open_weights", opened)
+    plans = [_plan(path, count, 1, enable_expert_parallel=True) for count in (1, 4)]
+    for plan, rank in [(plans[0], 0), *((plans[1], rank) for rank in range(4))]:
+        members: Any = OneOfMembers(rank, plan.num_members) if plan.num_members > 1 else None
+        build_stage.build_stage_model(plan.stage_spec(0, rank), plan.model, None, members)
+    whole, *parts = (source.num_read for source in sources)
+    assert parts == [whole // 4] * 4
+    assert "not used" not in caplog.text
+
+
 @pytest.mark.parametrize(("kind", "num_stages"), _cells({("eagle3", 2), ("mtp", 1)}, (*HEADS, "mtp"), (1, 2)))
 def test_a_member_holds_what_the_plan_says_of_a_draft_head(tmp_path, monkeypatch, kind, num_stages):
     family, seed, changes = CASES["states" if kind == "mtp" else "dense"]
@@ -209,6 +270,19 @@ def test_a_member_holds_what_the_plan_says_of_a_draft_head(tmp_path, monkeypatch
         speculative["model"] = str(make_head(kind, path, tmp_path / "head", head_multiple=4))
     for count in (1, 2, 4):
         _check(_plan(path, count, num_stages, speculative=speculative), monkeypatch)
+
+
+def test_experts_that_cannot_be_cut_are_named(tmp_path):
+    path = make_checkpoint("qwen3_moe", 0, tmp_path, **{**SIZES, **EXPERTS, "num_experts": 6})
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=4, 6 experts; expected: one of 1, 2 for"):
+        _plan(path, 4, 1, enable_expert_parallel=True)
+    values = json.loads((path / "config.json").read_text()) | {"moe_intermediate_size": 258}
+    (path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"258 dimensions of an expert, and 6 experts; expected: one of 1, 2 for"):
+        _plan(path, 4, 1)
+    dense = make_checkpoint("qwen3", 0, tmp_path / "dense", **SIZES)
+    with pytest.raises(ConfigError, match=r"enable_expert_parallel=true, Qwen3ForCausalLM of layers without experts"):
+        _plan(dense, 2, 1, enable_expert_parallel=True)
 
 
 def test_a_head_that_cannot_be_cut_is_named(tmp_path):

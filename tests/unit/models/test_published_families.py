@@ -404,6 +404,32 @@ def test_members(tmp_path: Path) -> None:
         of_one_member(read(tmp_path, GLM45_AIR), 5)
 
 
+@pytest.mark.parametrize(
+    ("name", "wholes"),
+    [
+        ("deepseek-v3", {}),
+        ("kimi-k2-int4", {}),
+        ("qwen3-30b-a3b", {}),
+        ("qwen3-30b-a3b-fp8", {4: 32, 8: 16, 16: 8}),  # 192 and fewer inputs in blocks of 128
+        ("qwen3-30b-a3b-awq", {16: 8}),
+        ("qwen3-235b-a22b-fp8", {8: 16, 16: 8}),
+        ("gpt-oss-20b-mxfp4", {4: 8, 8: 4, 16: 2}),  # 720 and fewer in groups of 32
+    ],
+)
+def test_members_have_whole_experts_where_parts_lose_their_form(name: str, wholes: dict[int, int]) -> None:
+    model = load_model_config(SHAPES / name)
+    for count in (2, 4, 8, 16):
+        part, asked = of_one_member(model, count).experts, of_one_member(model, count, whole_experts=True).experts
+        assert model.experts is not None
+        assert part is not None
+        assert asked is not None
+        assert asked.num_held == model.experts.num_experts // count
+        assert asked.intermediate_size == model.experts.intermediate_size
+        sizes = (part.num_held, part.intermediate_size)
+        whole = (model.experts.num_experts, model.experts.intermediate_size // count)
+        assert sizes == ((wholes[count], model.experts.intermediate_size) if count in wholes else whole)
+
+
 def test_what_is_unsaid_or_null(tmp_path: Path) -> None:
     unsaid = {name: value for name, value in MINIMAX_M2.items() if not name.endswith("dtype")}
     blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}

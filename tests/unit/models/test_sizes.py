@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from expert_models import LARGE, expert_model
 
 from raypp.models.expert_config import ExpertConfig
+from raypp.models.member_sizes import of_one_member
 from raypp.models.quantization import Quantization
 from raypp.models.sizes import (
     WeightReads,
@@ -47,6 +49,34 @@ def test_the_experts_that_a_step_reads() -> None:
     assert size.reads.of(10_000) == pytest.approx(size.weight_bytes)
     assert size.weight_bytes == shared + 128 * one_expert
     assert size.flops(3) == 2 * 3 * (shared + 8 * one_expert) / 2
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_chosen", "num_members"), [(128, 8, 2), (128, 8, 4), (256, 8, 8), (32, 4, 16)]
+)
+def test_the_whole_experts_that_the_fullest_member_reads(num_experts: int, num_chosen: int, num_members: int) -> None:
+    """Against choices at random: all members wait for the one with most."""
+    reads = WeightReads(0, num_experts // num_members, num_chosen / num_experts, num_experts, num_members)
+    generator = torch.Generator().manual_seed(0)
+    for num_tokens in (1, 16, 64, 256):
+        most = 0.0
+        for _ in range(200):
+            ranks = torch.rand(num_tokens, num_experts, generator=generator)
+            chosen = ranks.topk(num_chosen, dim=1).indices.unique()
+            most += float((chosen // (num_experts // num_members)).bincount().max()) / 200
+        assert reads.of(num_tokens) == pytest.approx(most, rel=0.12)
+    assert reads.of(0) == 0
+    parts = WeightReads(0, num_experts, num_chosen / num_experts)
+    assert reads.of(1) > parts.of(1) / num_members
+
+
+def test_whole_experts_of_a_member() -> None:
+    one, part = expert_model(), of_one_member(expert_model(), 4, whole_experts=True)
+    (size,), (member, *_) = layer_sizes(one, 2)[:1], layer_sizes(part, 2)
+    assert member.reads.experts == size.reads.experts // 4
+    assert member.reads.of(10_000) == member.weight_bytes
+    parts = layer_sizes(of_one_member(expert_model(), 4), 2)[0]
+    assert (member.num_parameters, member.num_active) == (parts.num_parameters, parts.num_active)
 
 
 def test_layers_differ() -> None:

@@ -388,6 +388,11 @@ def call_experts(workspace: Workspace) -> None:
         other = Router(torch.empty(num_experts, 2048, dtype=BF16), routing, bias, correction)
         for rows in (1, 2048):
             route(torch.empty(rows, 2048, dtype=BF16), other, 1e-6, DEVICE, workspace)
+    member = (Weight(weight.data[:32]) for weight in (gate_up, down))  # one of four, with whole experts
+    weights = ExpertWeights(*member, first=32, num_others=96)
+    layer = CudaExperts(router[0], 1e-6, Router(router, Routing(8, True)), weights, DEVICE, workspace)
+    for rows in (1, 64):
+        layer(torch.empty(rows, 2048, dtype=BF16))
     of_gemma = Router(router, Routing(8, True), norm_weight=router[0].float(), expert_scales=torch.ones(128))
     weights = ExpertWeights(gate_up, down, gate=GELU)
     layer = CudaExperts(router[0], 1e-6, of_gemma, weights, DEVICE, workspace)
@@ -401,6 +406,11 @@ def call_experts(workspace: Workspace) -> None:
         weights = ExpertWeights(gate_up, down)
         layer = CudaExperts(router[0], 1e-6, Router(router, routing), weights, DEVICE, workspace)
         for rows in (1, 64, 1024):
+            layer(torch.empty(rows, 2048, dtype=BF16))
+        member = [weight.mapped(lambda part: part[:64]) for weight in (gate_up, down)]  # one of two, with whole experts
+        weights = ExpertWeights(*member, first=64, num_others=64)
+        layer = CudaExperts(router[0], 1e-6, Router(router, routing), weights, DEVICE, workspace)
+        for rows in (1, 64):
             layer(torch.empty(rows, 2048, dtype=BF16))
     of_gpt_oss = torch.empty(32, 2880, dtype=BF16), torch.empty(32, 1440, dtype=BF16)
     gate_up, down = (

@@ -537,7 +537,15 @@ def test_routing_of_other_kinds(num_experts, routing, has_bias, has_correction):
 
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "num_chosen", "tile_rows", "spread"),
-    [(1, 5, 2, 8, 5), (20, 3, 1, 4, 3), full(9, 60, 6, 8, 60), (40, 5, 2, 16, 1), (7, 4, 3, 1, 2)],
+    [
+        (1, 5, 2, 8, 5),
+        (20, 3, 1, 4, 3),
+        full(9, 60, 6, 8, 60),
+        (40, 5, 2, 16, 1),
+        (7, 4, 3, 1, 2),
+        (20, 3, 2, 4, 6),  # as a member of two has it
+        (7, 1, 3, 1, 500),  # without a pair
+    ],
 )
 def test_arrangement(num_tokens, num_experts, num_chosen, tile_rows, spread):
     checks.check_arrangement(num_tokens, num_experts, num_chosen, tile_rows, spread)
@@ -554,6 +562,7 @@ def test_arrangement_of_many_pairs(monkeypatch):
     for limit, value in {"_SEGMENT": 32, "_MOST_SORTED_AT_ONCE": 16, "_MOST_COMPARED": 0}.items():
         monkeypatch.setattr(router_kernels, limit, value)
     checks.check_arrangement(45, 5, 2, 8, 4)
+    checks.check_arrangement(45, 5, 2, 8, 9)
 
 
 FEW, TILES = ExpertCut(0, Tuning(4, 32), Tuning(4, 16)), ExpertCut(8, Tuning(16, 32), Tuning(16, 32))
@@ -606,6 +615,50 @@ def test_experts_in_fewer_bits(cut, kinds, blocks, has_zero):
 def test_experts_with_biases_and_limits(kind, num_tokens):
     """Two tokens go element by element, twenty by tensor cores."""
     checks.check_chosen_experts(EXACT, num_tokens, ExpertShape(64, 32, 3, 2, (kind, kind)))
+
+
+@pytest.fixture
+def nothing_is_read_unwritten():
+    """Memory that is not written holds no numbers."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("cut", [FEW, TILES, None], ids=["few", "tiles", "chosen"])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_chosen", "same_experts"), [(1, 2, False), (9, 1, True), full(3, 4, False), full(33, 2, False)]
+)
+@pytest.mark.usefixtures("nothing_is_read_unwritten")
+def test_experts_of_a_member(num_tokens, num_chosen, same_experts, cut):
+    """Of three: with some pairs, with none, and with all where each token has one and the same."""
+    for first in (0, 2, 4):
+        shape, own = ExpertShape(64, 40, 6, num_chosen), range(first, first + 2)
+        checks.check_experts(EXACT, num_tokens, shape, cut, same_experts=same_experts, own=own)
+
+
+@pytest.mark.parametrize(
+    ("cut", "kinds", "blocks", "has_zero"),
+    [
+        pytest.param(cut, *values, marks=[] if (cut, values) in EXPERTS_IN_CI else pytest.mark.full)
+        for cut in (FEW, TILES, SPLIT)
+        for values in EXPERTS_IN_FEWER_BITS
+        if cut is not SPLIT or values[0] in (("int4", "int4"), ("fp4", "fp4"))
+    ],
+)
+def test_experts_of_a_member_in_fewer_bits(cut, kinds, blocks, has_zero):
+    if cut is not SPLIT:
+        cut = replace(cut, gate_up=Tuning(32, 32), down=Tuning(32, 16))
+    shape = ExpertShape(160, 192, 4, 2, kinds)
+    checks.check_experts(EXACT, 3, shape, cut, blocks=blocks, has_zero=has_zero, own=range(2, 4))
+
+
+@pytest.mark.parametrize(("kind", "num_tokens"), [("fp4", 20), ("plain", 2), full("fp4", 2), full("plain", 20)])
+@pytest.mark.usefixtures("nothing_is_read_unwritten")
+def test_experts_of_a_member_with_biases(kind, num_tokens):
+    """Two tokens of one member's experts: others' biases are theirs."""
+    for own in (range(2), range(2, 4)):
+        checks.check_chosen_experts(EXACT, num_tokens, ExpertShape(64, 32, 4, 2, (kind, kind)), own=own)
 
 
 def test_experts_that_all_tokens_choose():

@@ -42,3 +42,17 @@ def test_fewer_gpus_hold_fewer_bits(form: str, least: int) -> None:
         config = EngineConfig.from_flat(_MODELS / f"qwen3-235b-a22b{form}", num_stages=num_stages)
         fit = describe_fit(config, read_machines(f"{num_stages}x80GB"))["fit"]
         assert fit["fits"] == (num_stages >= least)
+
+
+def test_whole_experts_of_members_keep_their_form() -> None:
+    """What a member holds of them is a quarter, where parts would have 16 bits in `down`: of 192 inputs."""
+    found = {}
+    for asked in (None, True, False):
+        settings = {"tensor_parallel_size": 4, "enable_expert_parallel": asked}
+        config = EngineConfig.from_flat(_MODELS / "qwen3-30b-a3b-fp8", **settings)
+        fit = describe_fit(config, read_machines("4x80GB"))["fit"]
+        found[asked] = fit["stages"][0]["weight_bytes"]
+        says_so = "each member has 32 experts of a layer, whole" in list(fit_lines(fit))[1]
+        assert says_so == (asked is not False)
+    assert found[None] == found[True]
+    assert 1.25 < found[False] / found[True] < 1.35

@@ -14,7 +14,7 @@ from raypp.errors import ConfigError
 from raypp.models.config import ModelConfig, load_model_config
 from raypp.models.quantization import ONLINE_FP8, Quantization, WeightFormat
 from raypp.models.sizes import layer_sizes
-from raypp.plan.engine_layout import has_gpu_product, held_model
+from raypp.plan.engine_layout import held_model
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 
@@ -79,8 +79,8 @@ def test_gpt_oss_holds_its_experts_in_mxfp4(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["nvfp4", "int8"])
 def test_a_form_without_a_kernel_is_16_bits_on_a_gpu(form: WeightFormat) -> None:
-    assert not has_gpu_product(Quantization(format=form, block=(1, 16)))
-    assert has_gpu_product(Quantization(format="mxfp4", block=(1, 32)))
+    assert not Quantization(format=form, block=(1, 16)).has_gpu_product
+    assert Quantization(format="mxfp4", block=(1, 32)).has_gpu_product
 
 
 def test_gpus_without_the_type_are_refused() -> None:
@@ -127,4 +127,4 @@ def test_plans_and_kernels_agree_on_what_is_multiplied(form: WeightFormat, rows:
     quantization = Quantization(format=form, block=(rows, columns))
     weight = DummyWeights(0, torch.device("cpu")).quantized("a", (256, 384), quantization)
     if rows == 1 or form == "fp8":
-        assert has_gpu_product(quantization) == has_kernel(weight)
+        assert quantization.has_gpu_product == has_kernel(weight)
