@@ -338,6 +338,7 @@ class LocalEngine:
         pipeline: Pipeline | None = None,
         *,
         mask_lateness: random.Random | None = None,
+        has_nodes: bool = False,
     ) -> None:
         """Make the scheduler and the stages.
 
@@ -346,11 +347,12 @@ class LocalEngine:
             factory: Makes the stages' models, if the checkpoint does not.
             pipeline: The stages, if they are made already.
             mask_lateness: Lets the masks of grammars come late at random.
+            has_nodes: Whether stages are linked as if each had a node of its own.
         """
         self.scheduler = Scheduler(plan.scheduler_limits(), plan.draft_policy(), plan.step_predictor())
         encoder: LocalEncoder | None = None
         if pipeline is None:
-            local = build_local_pipeline(plan, factory)
+            local = build_local_pipeline(plan, factory, has_nodes=has_nodes)
             pipeline = local
             if plan.encoders.num_encoders and factory is None:
                 encoder = LocalEncoder(plan, local.items)

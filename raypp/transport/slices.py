@@ -4,7 +4,7 @@
     receiver:  slot of the link --gathered by rank--> whole message
 
 All members of a stage have the same message at its border. It is cut by bytes, into as many runs as there are members.
-Each is contiguous, for one row as for a long prompt, whatever tensors the message holds and whatever their sizes are: so
+Each is contiguous, for one row as for a long prompt, whatever tensors the message holds and whatever sizes these have:
 nothing is packed, and what is gathered lies in its place. A message crosses the network once, not once per member.
 
 Sizes follow from the plan, as those of whole messages do, and which edges are cut follows from the stages' places: both
