@@ -128,10 +128,10 @@ class SliceReceiver(_SliceEnd):
 
     def wait(self, step_id: int) -> torch.Tensor:
         """Return the place of the whole message, once all members have received their slices."""
+        own = self._link.wait(step_id)
         size, count = self._sizes.pop(step_id), self._members.count
-        own = self._link.wait(step_id)[:size]
         whole = self.slots[0, : count * size]
-        self._members.gathered(own.view(_WORD), out=whole.view(_WORD).view(count, -1))
+        self._members.gathered(own[:size].view(_WORD), out=whole.view(_WORD).view(count, -1))
         self._link.release(step_id)
         return self.slots[0]
 
