@@ -1,10 +1,11 @@
 """What a link between two nodes adds to a token and to a prompt, beside what arithmetic says.
 
-    python benchmarks/node_links.py --links 0:0 10:0.5 1:2
+    python benchmarks/node_links.py --links 0:0 10:0.5 1:2 --members 2
 
 Two stages on two nodes of `tools/node_bed.py`, which says what it needs. They take a fixed time per step and per token,
-like GPUs that compute, and send hidden states of real size: 8,192 bytes per token, those of Qwen3-8B. A link is
-Gb/s:ms, the delay one way; 0:0 is the wire as fast as it can, which the others are compared with.
+like GPUs that compute, and send hidden states of real size: 8,192 bytes per token, those of Qwen3-8B, however many
+members each has. A link is Gb/s:ms, the delay one way; 0:0 is the wire as fast as it can, which the others are compared
+with.
 
     a token        every step sends hidden states to the next stage and tokens back: 2 delays + bytes / rate
     a long prompt  chunks follow each other; the slower of stage and link sets the pace; 2 delays until the first token
@@ -46,6 +47,8 @@ NUM_STAGES = 2
 class TimedStage:
     """A stage factory: hidden states as wide as given, and a time per step and per token."""
 
+    makes_members = True  # each takes the same time
+
     hidden_size: int
     step_ms: float
     token_us: float
@@ -67,7 +70,9 @@ class TimedStage:
                 return super().forward(hidden, *args, **others)
 
             def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-                return super().compute_logits(hidden[:, :1], out)
+                logits = super().compute_logits(hidden[:, :1])
+                own = logits[:, spec.rank * spec.num_logits : (spec.rank + 1) * spec.num_logits]
+                return own if out is None else out.copy_(own)
 
         return TimedModel(0.0, config.vocab_size)
 
@@ -118,10 +123,11 @@ def measure(llm: LLM) -> dict[str, float]:
     return figures
 
 
-def _on_the_node() -> None:
+def _on_the_node(num_members: int) -> None:
     with LLM(
         "tiny",
         num_stages=NUM_STAGES,
+        tensor_parallel_size=num_members,
         placement="strict_spread",
         stage_factory=TimedStage(HIDDEN_SIZE, STEP_MS, TOKEN_US),
         skip_tokenizer_init=True,
@@ -136,8 +142,12 @@ def _on_the_node() -> None:
             print(json.dumps(measure(llm)), flush=True)
 
 
-def measure_links(links: list[tuple[float, float]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return measured and predicted milliseconds by link, and print them; links are Gb/s and ms, the first one 0, 0.
+def measure_links(links: list[tuple[float, float]], num_members: int = 1) -> dict[str, dict[str, dict[str, float]]]:
+    """Return measured and predicted milliseconds by link, and print them.
+
+    Args:
+        links: Gb/s and ms, the first one 0, 0.
+        num_members: Of each stage.
 
     Raises:
         BedError: this machine can hold no nodes, or the engine did not start.
@@ -145,7 +155,7 @@ def measure_links(links: list[tuple[float, float]]) -> dict[str, dict[str, dict[
     found: dict[str, dict[str, dict[str, float]]] = {}
     print(f"{TOKEN_BYTES:,} bytes per token and edge; stages of {STEP_MS:g} ms + {TOKEN_US:g} us per token")
     with NodeBed(NUM_STAGES) as bed:
-        command = [sys.executable, __file__, "--on-the-node"]
+        command = [sys.executable, __file__, "--on-the-node", "--members", str(num_members)]
         program = bed.start(0, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if program.stdout.readline() != "ready\n":
             raise BedError("no engine on the bed; what it printed says why")
@@ -171,13 +181,14 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="+", default=["0:0", "10:0.5", "1:2"], metavar="GBITS:MS")
+    parser.add_argument("--members", type=int, default=1, metavar="N", help="of each stage")
     parser.add_argument("--on-the-node", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.on_the_node:
-        _on_the_node()
+        _on_the_node(args.members)
         return
     links = [tuple(map(float, link.split(":"))) for link in args.links]
-    print(json.dumps(measure_links([(gbits, delay_ms) for gbits, delay_ms in links])))
+    print(json.dumps(measure_links([(gbits, delay_ms) for gbits, delay_ms in links], args.members)))
 
 
 if __name__ == "__main__":
