@@ -21,6 +21,7 @@ import random
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,20 +78,23 @@ class TimedStage:
         return TimedModel(0.0, config.vocab_size)
 
 
-def predicted_ms(alone: dict[str, float], gbits: float, delay_ms: float) -> dict[str, float]:
+def predicted_ms(
+    alone: dict[str, float], gbits: float, delay_ms: float, batches: Sequence[int] = BATCHES
+) -> dict[str, float]:
     """Return what each figure becomes over a link.
 
     Args:
         alone: The figures, ms, where the link takes no time.
         gbits: The link's rate, Gb/s; 0: so high that it does not count.
         delay_ms: One way.
+        batches: Numbers of requests.
     """
 
     def wire_ms(tokens: float) -> float:
         return tokens * TOKEN_BYTES * 8 / gbits / 1e6 if gbits else 0.0
 
     predicted = {}
-    for count in BATCHES:
+    for count in batches:
         rows = max(count // NUM_STAGES, 1)  # of a cohort
         predicted[_token(count)] = alone[_token(count)] + 2 * delay_ms + wire_ms(rows)
     stage_ms = STEP_MS + CHUNK_TOKENS * TOKEN_US / 1e3
@@ -106,11 +110,11 @@ def _token(count: int) -> str:
     return f"a token at {count}"
 
 
-def measure(llm: LLM) -> dict[str, float]:
+def measure(llm: LLM, batches: Sequence[int]) -> dict[str, float]:
     """Return the best milliseconds per token at each number of requests, and to the first token of a long prompt."""
     rng, figures = random.Random(0), {}
     vocab_size = llm.plan()["vocab_size"]
-    for count in BATCHES:
+    for count in batches:
         runs = []
         for _ in range(RUNS):
             outputs = llm.generate(random_prompts(count, 4, vocab_size, rng), exactly(NUM_TOKENS))
@@ -123,7 +127,7 @@ def measure(llm: LLM) -> dict[str, float]:
     return figures
 
 
-def _on_the_node(num_members: int) -> None:
+def _on_the_node(num_members: int, batches: Sequence[int]) -> None:
     with LLM(
         "tiny",
         num_stages=NUM_STAGES,
@@ -132,22 +136,25 @@ def _on_the_node(num_members: int) -> None:
         stage_factory=TimedStage(HIDDEN_SIZE, STEP_MS, TOKEN_US),
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
-        max_num_seqs=max(BATCHES),
+        max_num_seqs=max(batches),
         max_num_batched_tokens=CHUNK_TOKENS,
         min_prefill_chunk_tokens=CHUNK_TOKENS,
     ) as llm:
-        measure(llm)  # what is slow once
+        measure(llm, batches)  # what is slow once
         print("ready", flush=True)
         for _ in sys.stdin:
-            print(json.dumps(measure(llm)), flush=True)
+            print(json.dumps(measure(llm, batches)), flush=True)
 
 
-def measure_links(links: list[tuple[float, float]], num_members: int = 1) -> dict[str, dict[str, dict[str, float]]]:
+def measure_links(
+    links: list[tuple[float, float]], num_members: int = 1, batches: Sequence[int] = BATCHES
+) -> dict[str, dict[str, dict[str, float]]]:
     """Return measured and predicted milliseconds by link, and print them.
 
     Args:
         links: Gb/s and ms, the first one 0, 0.
         num_members: Of each stage.
+        batches: Numbers of requests.
 
     Raises:
         BedError: this machine can hold no nodes, or the engine did not start.
@@ -156,6 +163,7 @@ def measure_links(links: list[tuple[float, float]], num_members: int = 1) -> dic
     print(f"{TOKEN_BYTES:,} bytes per token and edge; stages of {STEP_MS:g} ms + {TOKEN_US:g} us per token")
     with NodeBed(NUM_STAGES) as bed:
         command = [sys.executable, __file__, "--on-the-node", "--members", str(num_members)]
+        command += ["--requests", *map(str, batches)]
         program = bed.start(0, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if program.stdout.readline() != "ready\n":
             raise BedError("no engine on the bed; what it printed says why")
@@ -165,7 +173,7 @@ def measure_links(links: list[tuple[float, float]], num_members: int = 1) -> dic
             program.stdin.flush()
             measured = json.loads(program.stdout.readline())
             alone = next(iter(found.values()))["measured"] if found else measured
-            predicted = predicted_ms(alone, gbits, delay_ms)
+            predicted = predicted_ms(alone, gbits, delay_ms, batches)
             name = f"{gbits:g} Gb/s, {delay_ms:g} ms" if gbits or delay_ms else "the wire alone"
             found[name] = {"measured": measured, "predicted": predicted}
             texts = (f"{what} {ms:.2f} ms (predicted {predicted[what]:.2f})" for what, ms in measured.items())
@@ -182,13 +190,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="+", default=["0:0", "10:0.5", "1:2"], metavar="GBITS:MS")
     parser.add_argument("--members", type=int, default=1, metavar="N", help="of each stage")
+    parser.add_argument("--requests", type=int, nargs="+", default=BATCHES, metavar="N", help="at once")
     parser.add_argument("--on-the-node", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.on_the_node:
-        _on_the_node(args.members)
+        _on_the_node(args.members, args.requests)
         return
     links = [tuple(map(float, link.split(":"))) for link in args.links]
-    print(json.dumps(measure_links([(gbits, delay_ms) for gbits, delay_ms in links], args.members)))
+    print(json.dumps(measure_links([(gbits, delay_ms) for gbits, delay_ms in links], args.members, args.requests)))
 
 
 if __name__ == "__main__":

@@ -20,22 +20,21 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it w
 
 from raypp.config.sections import LinkKind, TransportKind
 from raypp.errors import ConfigError, name_process
-from raypp.transport.edges import Edge, EdgeEnds, OpenEdge, StageLinks, edges_at, links_in_one_process, pipeline_edges
+from raypp.transport.edges import Edge, EdgeEnds, OpenEdge, StageLinks, edges_at, ends_in_one_process, pipeline_edges
 from raypp.transport.host.gloo import GlooConnection, GlooDevice
 from raypp.transport.host.host_members import GlooMembers, thread_members
-from raypp.transport.host.local import open_local_edge
+from raypp.transport.host.local import LocalReceiver, LocalSender, open_local_edge
 from raypp.transport.host.ring import Connection, RingReceiver, RingSender
 from raypp.transport.ipc.cuda_device import CudaDevice
 from raypp.transport.ipc.member_region import MemberRegion
 from raypp.transport.ipc.region import IpcRegion
-from raypp.transport.link import LinkReceiver, LinkSender
 from raypp.transport.link_choice import StagePlace, ipc_obstacle, resolve_link
 from raypp.transport.nccl.nccl_ends import NcclEdges
 from raypp.transport.nccl.nccl_members import NcclMembers
 from raypp.transport.reach import check_reach
 from raypp.transport.rendezvous import Meeting, Rendezvous
 from raypp.transport.schema import MessageSpec, check_schemas
-from raypp.transport.slices import Gatherers, SliceReceiver, SliceSender, add_slices, sliced_edges
+from raypp.transport.slices import Gatherers, add_slices, sliced_edges
 
 logger = logging.getLogger(__name__)
 
@@ -196,19 +195,15 @@ def open_local_links(
         members: Of each stage, where each is to be linked as if it had a node of its own; None: all have one node.
     """
 
-    def open_local(edge: Edge) -> tuple[LinkSender, LinkReceiver]:
+    def open_local(edge: Edge) -> tuple[LocalSender, LocalReceiver]:
         return open_local_edge(edge.num_slots, edge.slot_bytes, deadline_s, device=device)
 
-    def open_sliced(edge: Edge) -> tuple[LinkSender, LinkReceiver]:
-        sender, receiver = open_whole(edge)
-        if members is None or edge.name not in cut:
-            return sender, receiver
-        return SliceSender(sender, members[edge.sender]), SliceReceiver(receiver, members[edge.receiver])
-
-    open_whole = open_edge or open_local
     edges = pipeline_edges(num_stages, [spec.slot_bytes for spec in forward], feedback.slot_bytes)
     cut = sliced_edges(edges, 1 if members is None else members[0].count, lambda edge: True)
-    return links_in_one_process([cut.get(edge.name, edge) for edge in edges], open_sliced)
+    stages = ends_in_one_process([cut.get(edge.name, edge) for edge in edges], open_edge or open_local)
+    for ends, of_stage in zip(stages, members or (), strict=False):
+        add_slices(ends, cut, of_stage)
+    return [StageLinks.of(index, ends) for index, ends in enumerate(stages)]
 
 
 def _agree(

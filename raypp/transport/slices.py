@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -24,6 +24,8 @@ from raypp.transport.link import LinkReceiver, LinkSender
 
 _ALIGNMENT = 16
 _WORD = torch.int32  # what all members' ways of gathering move
+
+EndT = TypeVar("EndT", bound=LinkSender | LinkReceiver)
 
 
 class Gatherers(Protocol):
@@ -66,7 +68,7 @@ def add_slices(ends: EdgeEnds, names: Iterable[str], members: Gatherers) -> None
             ends.receivers[name] = SliceReceiver(ends.receivers[name], members)
 
 
-class _SliceEnd:
+class _SliceEnd(Generic[EndT]):
     """What both ends do alike.
 
     Args:
@@ -74,23 +76,26 @@ class _SliceEnd:
         members: Of this end's stage.
     """
 
-    def __init__(self, link: LinkSender | LinkReceiver, members: Gatherers) -> None:
-        self._members = members
+    def __init__(self, link: EndT, members: Gatherers) -> None:
+        self._link = link
+        self._rank, self._count, self._gathered = members.rank, members.count, members.gathered
         num_bytes = members.count * link.slots.shape[1]
         self.slots = torch.zeros(1, num_bytes, dtype=torch.uint8, device=link.slots.device)
         """uint8 [1, bytes of the largest message]: one is enough, for the link's own slots hold what is on its way."""
 
-    def _size(self, num_bytes: int) -> int:
-        return slice_bytes(num_bytes, self._members.count)
+    def abort(self) -> None:
+        """End waits in progress for the link, from any thread; those for other members end with the members."""
+        self._link.abort()
+
+    def close(self) -> None:
+        """Release everything, once the messages that were sent are out."""
+        self._link.close()
 
 
-class SliceSender(_SliceEnd):
+class SliceSender(_SliceEnd[LinkSender]):
     """The sending end; see `LinkSender`."""
 
-    def __init__(self, link: LinkSender, members: Gatherers) -> None:
-        super().__init__(link, members)
-        self._link = link
-        self._slot = link.slots[0]
+    _slot: torch.Tensor
 
     def acquire(self, step_id: int) -> torch.Tensor:
         """Return the place of the whole message, once the link has a free slot for its slice."""
@@ -99,49 +104,30 @@ class SliceSender(_SliceEnd):
 
     def send(self, step_id: int, num_bytes: int) -> None:
         """Send this member's slice."""
-        size = self._size(num_bytes)
-        first = self._members.rank * size
-        self._slot[:size].copy_(self.slots[0, first : first + size])
+        size = slice_bytes(num_bytes, self._count)
+        self._slot[:size].copy_(self.slots[0, self._rank * size : (self._rank + 1) * size])
         self._link.send(step_id, size)
 
-    def abort(self) -> None:
-        """End waits in progress. From any thread."""
-        self._link.abort()
 
-    def close(self) -> None:
-        """Release everything, once the messages that were sent are out."""
-        self._link.close()
-
-
-class SliceReceiver(_SliceEnd):
+class SliceReceiver(_SliceEnd[LinkReceiver]):
     """The receiving end; see `LinkReceiver`. All members wait for the same steps, in one order."""
 
     def __init__(self, link: LinkReceiver, members: Gatherers) -> None:
         super().__init__(link, members)
-        self._link = link
         self._sizes: dict[int, int] = {}  # of the slices of posted steps
 
     def post_recv(self, step_id: int, num_bytes: int) -> None:
         """Say that the step's slice will be wanted. From any one thread."""
-        self._sizes[step_id] = self._size(num_bytes)
-        self._link.post_recv(step_id, self._sizes[step_id])
+        size = self._sizes[step_id] = slice_bytes(num_bytes, self._count)
+        self._link.post_recv(step_id, size)
 
     def wait(self, step_id: int) -> torch.Tensor:
         """Return the place of the whole message, once all members have received their slices."""
-        own = self._link.wait(step_id)
-        size, count = self._sizes.pop(step_id), self._members.count
-        whole = self.slots[0, : count * size]
-        self._members.gathered(own[:size].view(_WORD), out=whole.view(_WORD).view(count, -1))
+        own, size = self._link.wait(step_id), self._sizes.pop(step_id)
+        whole = self.slots[0, : self._count * size]
+        self._gathered(own[:size].view(_WORD), out=whole.view(_WORD).view(self._count, -1))
         self._link.release(step_id)
         return self.slots[0]
 
     def release(self, step_id: int) -> None:
         """Do nothing: the link has its slot back since `wait`, and the next step's slices are gathered later."""
-
-    def abort(self) -> None:
-        """End waits in progress for the link, from any thread; those for other members end with the members."""
-        self._link.abort()
-
-    def close(self) -> None:
-        """Release everything."""
-        self._link.close()
