@@ -24,7 +24,7 @@ from raypp.stage.stage import Stage
 from raypp.stage.step_sizes import StepSizes
 from raypp.testing.fake_stage import FakeModel
 from raypp.tracing import Tracer
-from raypp.transport.edges import Edge, StageLinks, links_in_one_process, pipeline_edges
+from raypp.transport.edges import Edge, StageLinks, ends_in_one_process, pipeline_edges
 from raypp.transport.ipc.cuda_device import CudaDevice
 from raypp.transport.ipc.ipc_ends import FlagForcer, IpcEdgeMemory, IpcReceiver, IpcSender
 from raypp.transport.schema import MessageSpec
@@ -153,4 +153,4 @@ def _idle_links(calls: Counter[str], forward: list[MessageSpec], feedback: Messa
         return IpcSender(*ends), IpcReceiver(*ends)
 
     edges = pipeline_edges(len(forward) + 1, [spec.slot_bytes for spec in forward], feedback.slot_bytes)
-    return links_in_one_process(edges, open_edge)
+    return [StageLinks.of(index, ends) for index, ends in enumerate(ends_in_one_process(edges, open_edge))]

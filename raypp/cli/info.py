@@ -303,8 +303,17 @@ def _notes(fit: Mapping[str, Any]) -> Iterator[str]:
             f"{fit['num_machines_used']} machines: one Ray cluster over them (`ray start`), "
             "RAY_ADDRESS for raypp, and a fast network between stages."
         )
+        if fit["edge_bytes_per_token"]:
+            yield _network(fit)
     if not fit["is_described"] and fit["machines"] is None:
         yield "RAY_ADDRESS is set: whether the cluster has enough GPUs is seen at the start (--start)."
+
+
+def _network(fit: Mapping[str, Any]) -> str:
+    sent, of_member = fit["edge_bytes_per_token"], fit["slice_bytes_per_token"]
+    members = "" if fit["num_members"] == 1 else f", {of_member:,} from each of {fit['num_members']} members"
+    carried = f"10 Gb/s carry {1.25e9 / sent:,.0f} tokens/s of prompts"
+    return f"A token takes {sent:,} bytes from a stage to the next on another machine{members}: {carried}."
 
 
 def _place(fit: Mapping[str, Any]) -> str:

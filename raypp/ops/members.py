@@ -44,8 +44,13 @@ class Members(Protocol):
             EngineDeadError: `abort` was called.
         """
 
-    def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all members by rank, [count, ...]. Raises as `sum_`. Shapes: x [...], alike for all."""
+    def gathered(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the tensors of all members by rank, [count, ...]. Raises as `sum_`. Shapes: x [...], alike for all.
+
+        Args:
+            x: This member's.
+            out: Where to put them, contiguous; None: anywhere.
+        """
 
     def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the tensor of host memory, int32 [n], that the first member makes. Raises as `sum_`.
@@ -78,8 +83,9 @@ class LoneMember:
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        return x.expand(self.count, *x.shape).contiguous()
+    def gathered(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        parts = x.expand(self.count, *x.shape)
+        return parts.contiguous() if out is None else out.copy_(parts)
 
     def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         return make()

@@ -307,6 +307,11 @@ def _pair_flops(layer: LayerMixer) -> float:
     return 2.0 * layer.num_heads * (layer.head_dim + layer.v_dim) if isinstance(layer, AttentionConfig) else 0.0
 
 
+def slice_bytes(num_bytes: int, num_members: int) -> int:
+    """Return about what each member of a stage sends of a message to another node: together they send it once."""
+    return -(-num_bytes // num_members)
+
+
 def parts_of(
     few_ms: Sequence[float], more_ms: Sequence[float], few: int, more: int
 ) -> tuple[float, float, float, float]:

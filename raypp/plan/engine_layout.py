@@ -91,6 +91,18 @@ class EngineLayout:
         """The first layer of each stage."""
         return [sum(self.layers[:index]) for index in range(len(self.layers))]
 
+    @property
+    def edge_bytes(self) -> list[int]:
+        """Bytes per token from each stage to the next: its hidden states, and those that a draft head wants.
+
+        Each member sends as many to a stage on its node, and `slice_bytes` of them to one on another node.
+        """
+        taps: list[tuple[int, int]] = []
+        if self.draft_head is not None:
+            taps = list(zip(self.draft_head.config.aux_depths, self.draft_head.tap_stages, strict=True))
+        carried = [len({depth for depth, of in taps if of <= stage}) for stage in range(len(self.layers) - 1)]
+        return [(1 + count) * self.model.hidden_size * self.dtype_bytes for count in carried]
+
 
 def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str, str | None], Path]) -> EngineLayout:
     """Decide all but the number of KV blocks.

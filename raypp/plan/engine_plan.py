@@ -21,7 +21,7 @@ from raypp.messages import BlockGroup
 from raypp.models.generation_config import read_sampling_defaults
 from raypp.models.registry import resolve_model_path
 from raypp.models.sizes import WeightReads, layer_sizes, lm_head_bytes, total_reads
-from raypp.plan.cost_model import estimated_costs, estimated_times, min_prefill_chunk
+from raypp.plan.cost_model import estimated_costs, estimated_times, min_prefill_chunk, slice_bytes
 from raypp.plan.engine_layout import EngineLayout, lay_out
 from raypp.plan.graph_plan import describe_graphs, graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware
@@ -280,10 +280,12 @@ class EnginePlan(EngineLayout):
                     "state_bytes": stage.state_bytes,
                     "cpu_kv_bytes": stage.cpu_kv_bytes,
                     "token_table_bytes": stage.token_table_bytes,
+                    "sent_bytes_per_token": sent,
+                    "sent_bytes_per_token_to_another_node": slice_bytes(sent, self.num_members),
                     "draft_head_bytes": stage.draft_head_bytes,
                     "num_kv_blocks": self.num_blocks,
                 }
-                for stage in self.stages
+                for stage, sent in zip(self.stages, [*self.edge_bytes, 0], strict=True)
             ],
         }
 

@@ -20,6 +20,7 @@ from raypp.models.attention_config import ModulesConfig
 from raypp.models.config import ModelConfig
 from raypp.models.registry import resolve_config_path
 from raypp.models.sizes import layer_sizes
+from raypp.plan.cost_model import slice_bytes
 from raypp.plan.engine_layout import EngineLayout, lay_out
 from raypp.plan.engine_plan import EnginePlan, plan_layout
 from raypp.plan.hardware import GpuAsk, Hardware, Machine, busy_gpus, described_hardware, num_machines_for
@@ -141,6 +142,8 @@ class Fit:
             "machines": [asdict(machine) for machine in self.machines] or None,
             "counts_each_gpu": any(gpus.indices for gpus in self.layout.gpus),
             "num_machines_used": self.num_machines,
+            "edge_bytes_per_token": max(self.layout.edge_bytes, default=0),
+            "slice_bytes_per_token": slice_bytes(max(self.layout.edge_bytes, default=0), self.layout.model.num_members),
             "gpu_memory_utilization": self.config.cache.gpu_memory_utilization,
             "stage_num_gpus": self.config.parallel.stage_num_gpus,
             "num_members": self.layout.model.num_members,

@@ -204,8 +204,7 @@ def build_stage(
         open_timeout_s=open_timeout_s,
         deadline_s=spec.link_timeout_s,
         device=torch.device(spec.device),
-        rank=spec.rank,
-        num_members=spec.num_members,
+        members=members,
     )
     with nullcontext() if members is None else members.building():
         return Stage(spec, model, allocate_kv_caches(spec, config), links, schemas, tracer, members=members)

@@ -202,7 +202,8 @@ def build_local_stages(
     deadline_s: float = 0.0,
     open_edge: OpenEdge | None = None,
     tracers: Sequence[Tracer] | None = None,
-    members: Sequence[Members | None] | None = None,
+    members: Sequence[Members] | None = None,
+    has_nodes: bool = False,
 ) -> list[LocalStage]:
     """Return the stages of a pipeline, joined by local links.
 
@@ -215,8 +216,9 @@ def build_local_stages(
         open_edge: See there.
         tracers: Of the stages; None: nothing is traced.
         members: Of each stage, the one with the specs' rank; None: stages have one.
+        has_nodes: Whether stages are linked as if each had a node of its own.
     """
-    of_stages = members or [None] * len(specs)
+    of_stages: Sequence[Members | None] = members or [None] * len(specs)
     models = [build_stage_model(spec, config, factory, of) for spec, of in zip(specs, of_stages, strict=True)]
     schemas = StageSchemas.of(specs[0], models[0].hidden_size)
     links = open_local_links(
@@ -226,6 +228,7 @@ def build_local_stages(
         device=torch.device(specs[0].device),
         deadline_s=deadline_s,
         open_edge=open_edge,
+        members=members if has_nodes else None,
     )
     tracers, stages = tracers or [Tracer("local", enabled=False)] * len(specs), []
     for spec, model, of_stage, tracer, of in zip(specs, models, links, tracers, of_stages, strict=True):
@@ -316,10 +319,10 @@ class MemberThreads:
 
 
 def build_local_pipeline(
-    plan: EnginePlan, factory: StageFactory | None = None, make_graphs: MakeGraphs | None = None
+    plan: EnginePlan, factory: StageFactory | None = None, make_graphs: MakeGraphs | None = None, **others: Any
 ) -> LocalPipeline:
-    """Return all stages of a plan, joined by local links; see `build_local_stages`."""
-    by_rank = [[local.stage for local in column] for column in build_members(plan, factory, make_graphs)]
+    """Return all stages of a plan, joined by local links; see `build_members`."""
+    by_rank = [[local.stage for local in column] for column in build_members(plan, factory, make_graphs, **others)]
     return LocalPipeline(
         by_rank[0] if len(by_rank) == 1 else [MemberThreads(of_stage) for of_stage in zip(*by_rank, strict=True)]
     )
@@ -335,6 +338,7 @@ class LocalEngine:
         pipeline: Pipeline | None = None,
         *,
         mask_lateness: random.Random | None = None,
+        has_nodes: bool = False,
     ) -> None:
         """Make the scheduler and the stages.
 
@@ -343,11 +347,12 @@ class LocalEngine:
             factory: Makes the stages' models, if the checkpoint does not.
             pipeline: The stages, if they are made already.
             mask_lateness: Lets the masks of grammars come late at random.
+            has_nodes: Whether stages are linked as if each had a node of its own.
         """
         self.scheduler = Scheduler(plan.scheduler_limits(), plan.draft_policy(), plan.step_predictor())
         encoder: LocalEncoder | None = None
         if pipeline is None:
-            local = build_local_pipeline(plan, factory)
+            local = build_local_pipeline(plan, factory, has_nodes=has_nodes)
             pipeline = local
             if plan.encoders.num_encoders and factory is None:
                 encoder = LocalEncoder(plan, local.items)

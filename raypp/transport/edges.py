@@ -176,8 +176,8 @@ OpenEdge = Callable[[Edge], tuple[LinkSender, LinkReceiver]]
 """Returns both ends of an edge inside one process."""
 
 
-def links_in_one_process(edges: Sequence[Edge], open_edge: OpenEdge) -> list[StageLinks]:
-    """Return the links of all stages of a pipeline that lives in one process.
+def ends_in_one_process(edges: Sequence[Edge], open_edge: OpenEdge) -> list[EdgeEnds]:
+    """Return the ends of all stages of a pipeline that lives in one process.
 
     Args:
         edges: All of the pipeline's; see `pipeline_edges`.
@@ -186,4 +186,4 @@ def links_in_one_process(edges: Sequence[Edge], open_edge: OpenEdge) -> list[Sta
     stages = [EdgeEnds() for _ in {edge.sender for edge in edges}]
     for edge in edges:
         stages[edge.sender].senders[edge.name], stages[edge.receiver].receivers[edge.name] = open_edge(edge)
-    return [StageLinks.of(index, ends) for index, ends in enumerate(stages)]
+    return stages

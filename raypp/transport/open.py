@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it w
 
 from raypp.config.sections import LinkKind, TransportKind
 from raypp.errors import ConfigError, name_process
-from raypp.transport.edges import Edge, EdgeEnds, OpenEdge, StageLinks, edges_at, links_in_one_process, pipeline_edges
+from raypp.transport.edges import Edge, EdgeEnds, OpenEdge, StageLinks, edges_at, ends_in_one_process, pipeline_edges
 from raypp.transport.host.gloo import GlooConnection, GlooDevice
 from raypp.transport.host.host_members import GlooMembers, thread_members
 from raypp.transport.host.local import LocalReceiver, LocalSender, open_local_edge
@@ -34,6 +34,7 @@ from raypp.transport.nccl.nccl_members import NcclMembers
 from raypp.transport.reach import check_reach
 from raypp.transport.rendezvous import Meeting, Rendezvous
 from raypp.transport.schema import MessageSpec, check_schemas
+from raypp.transport.slices import Gatherers, add_slices, sliced_edges
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +55,12 @@ def open_stage_links(
     open_timeout_s: float = 600.0,
     deadline_s: float = 60.0,
     device: torch.device = _CPU,
-    rank: int = 0,
-    num_members: int = 1,
+    members: StageMembers | None = None,
 ) -> StageLinks:
     """Open the links of one member of a stage to those with its rank; returns when these have opened theirs.
 
     On the first stage's first member it returns only when all are done, so that the rendezvous may be closed then.
+    Between nodes members send slices of hidden states, see `slices.py`.
 
     Args:
         kind: What the configuration asks for; see `link_choice.py`. `local` takes one stage, the others any number;
@@ -73,8 +74,7 @@ def open_stage_links(
         open_timeout_s: How long the stages may take to meet.
         deadline_s: How long a wait on a link may take. The links between GPUs never wait on the host.
         device: Where the stage's tensors are, and so the slots. A CUDA device is the calling thread's current one.
-        rank: Of the member.
-        num_members: Of each stage.
+        members: Of the stage, which have met; None: it has one, as all stages have.
 
     Raises:
         ConfigError: two stages disagree about the messages between them, or the kind cannot join this many stages.
@@ -92,13 +92,16 @@ def open_stage_links(
 
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    rank, num_members = (0, 1) if members is None else (members.rank, members.count)
     meeting = Meeting(rendezvous, open_timeout_s, _prefix(rank, num_members))
     edges = pipeline_edges(num_stages, [spec.slot_bytes for spec in forward], feedback.slot_bytes)
     _agree(meeting, stage_index, edges, forward, feedback)
     places = _places(meeting, stage_index, num_stages, StagePlace.here(device))
     kinds = {edge.name: resolve_link(kind, edge, places[edge.sender], places[edge.receiver]) for edge in edges}
+    cut = sliced_edges(edges, num_members, lambda edge: places[edge.sender].node != places[edge.receiver].node)
+    edges = [cut.get(edge.name, edge) for edge in edges]
     if stage_index == 0:
-        logger.info("links: %s", kinds)
+        logger.info("links: %s; in slices: %s", kinds, list(cut))
     _check_neighbours(meeting, stage_index, edges, places, own_host)
     opener = _LinkOpener(meeting, stage_index, num_stages, device, own_host, deadline_s, rank, num_members)
     with ExitStack() as opened:
@@ -106,6 +109,8 @@ def open_stage_links(
         # One kind after the other, in the same order on all stages: else two stages could wait for each other.
         for each in sorted(set(kinds.values())):
             ends.update(opener.open(each, [edge for edge in edges if kinds[edge.name] == each], opened))
+        if members is not None:
+            add_slices(ends, cut, members)
         meeting.tell(f"opened/{stage_index}", "")
         if stage_index == 0 and rank == 0:
             for other in range(num_members):
@@ -176,6 +181,7 @@ def open_local_links(
     device: torch.device = _CPU,
     deadline_s: float = 0.0,
     open_edge: OpenEdge | None = None,
+    members: Sequence[Gatherers] | None = None,
 ) -> list[StageLinks]:
     """Return the links of all stages of a pipeline that lives in one process, on one device.
 
@@ -186,13 +192,18 @@ def open_local_links(
         device: Of the slots.
         deadline_s: How long a wait may take; 0 when one thread runs all stages, step by step.
         open_edge: Opens each edge, in place of local links: a link of your own. `device` and `deadline_s` are then its.
+        members: Of each stage, where each is to be linked as if it had a node of its own; None: all have one node.
     """
 
     def open_local(edge: Edge) -> tuple[LocalSender, LocalReceiver]:
         return open_local_edge(edge.num_slots, edge.slot_bytes, deadline_s, device=device)
 
     edges = pipeline_edges(num_stages, [spec.slot_bytes for spec in forward], feedback.slot_bytes)
-    return links_in_one_process(edges, open_edge or open_local)
+    cut = sliced_edges(edges, 1 if members is None else members[0].count, lambda edge: True)
+    stages = ends_in_one_process([cut.get(edge.name, edge) for edge in edges], open_edge or open_local)
+    for ends, of_stage in zip(stages, members or (), strict=False):
+        add_slices(ends, cut, of_stage)
+    return [StageLinks.of(index, ends) for index, ends in enumerate(stages)]
 
 
 def _agree(

@@ -38,7 +38,7 @@ MAX_STATEMENTS = {
     "raypp/actors": 1_975,  # what must be the same on all nodes, and joins them; stages lie where they were planned for
     "raypp/api": 2_321,
     "raypp/batch_job": 860,
-    "raypp/cli": 1_097,  # what doctor says of nodes; `serve` takes what `info` advises; whole experts of a member
+    "raypp/cli": 1_104,  # what doctor says of nodes, `info` of their network; `serve` takes what `info` advises
     "raypp/config": 567,  # whole experts of a member
     "raypp/driver": 1_020,
     "raypp/encoder": 581,
@@ -48,13 +48,13 @@ MAX_STATEMENTS = {
     "raypp/openai_api": 2_712,  # with calls of GLM, MiniMax and Gemma; what templates of gpt-oss and Llama take
     "raypp/ops": 6_843,  # caches by layer; states, latents, routers, twice; members' sums, choices; invariant sums: 365
     "raypp/pictures": 717,  # two rules of sizes
-    "raypp/plan": 1_728,  # numbers of stages and members are compared; each GPU counts as what it is; latents, too
+    "raypp/plan": 1_737,  # numbers of stages and members are compared; GPUs, latents and edges count as what they are
     "raypp/scheduler": 1_859,  # with caches and attention by layer; images that no chunk cuts
     "raypp/specdec": 230,
     "raypp/stage": 2_453,  # which experts of a checkpoint are other members'
     "raypp/supervision": 250,
     "raypp/testing": 559,  # small copies of models whose layers differ in sizes
-    "raypp/transport": 1_645,  # with members: over gloo, NCCL and in shared memory; addresses that cannot be reached
+    "raypp/transport": 1_706,  # with members: over gloo, NCCL, in shared memory; slices; addresses not to be reached
     "serve_app": 2_093,  # signals are taken by a thread of its own
 }
 

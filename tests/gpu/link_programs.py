@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 
 import torch
-from stage_processes import DEADLINE_S, LinkedStage
+from stage_processes import DEADLINE_S, LinkedStage, bytes_message
 
 from raypp.errors import EngineDeadError, RayppError
 from raypp.transport.link import LinkReceiver, LinkSender
+from raypp.transport.open import make_members, open_local_links, open_members
+from raypp.transport.rendezvous import Rendezvous
 
 _PATTERN_BYTES = 1 << 24
 
@@ -233,3 +235,38 @@ def _await_file(path: str) -> None:
     while not Path(path).exists():
         assert time.monotonic() < ends, f"{path} did not come"
         time.sleep(0.01)
+
+
+def run_slices(
+    stage: LinkedStage, rendezvous: Rendezvous, device: torch.device, rank: int, num_steps: int, max_bytes: int
+) -> int:
+    """Be one of two members of two stages, as if these were on two nodes; return how many bytes arrived wrong.
+
+    Between steps members sum, as layers do, in the same stream. Nothing waits on the host.
+    """
+    stage.device = device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    members = make_members(1, rank, 2, device)
+    assert members is not None
+    timeouts = {"open_timeout_s": DEADLINE_S / 2, "deadline_s": DEADLINE_S / 2}
+    open_members(members, 1, rendezvous, own_host="127.0.0.1", **timeouts)
+    specs = {"forward": [bytes_message(max_bytes)], "feedback": bytes_message(16)}
+    sending, receiving = open_local_links(2, **specs, device=device, members=[members, members])
+    sender, receiver = sending.next, receiving.previous
+    assert sender is not None
+    assert receiver is not None
+    checker, ones = Checker(device), torch.ones(1000, device=device)
+    for step_id, num_bytes in enumerate(sizes_of(num_steps, max_bytes, 1)):
+        checker.write(sender.acquire(step_id), 0, step_id, num_bytes)
+        sender.send(step_id, num_bytes)
+        receiver.post_recv(step_id, num_bytes)
+        checker.check(receiver.wait(step_id), 0, step_id, num_bytes)
+        receiver.release(step_id)
+        members.sum_(ones).mul_(0.5)
+    assert is_drained(device)
+    num_wrong = checker.num_wrong_bytes + int((ones != 1).sum())
+    for links in (sending, receiving):
+        links.close()
+    members.close()
+    return num_wrong

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import link_programs as programs
 import pytest
 import torch
-from stage_processes import DEADLINE_S, LinkedStage, Pipeline, StageProcesses, open_links
+from stage_processes import DEADLINE_S, LinkedStage, Pipeline, StageProcess, StageProcesses, open_links
 
 from raypp.errors import ConfigError
 from raypp.transport.rendezvous import RendezvousServer
@@ -72,6 +72,21 @@ def fresh(environment: dict[str, str] | None = None) -> Iterator[StageProcesses]
         yield processes
     finally:
         processes.close()
+
+
+def test_slices_of_messages_are_gathered_by_the_stream() -> None:
+    _possible(SETUPS["nccl-two-gpus"])
+    members, server = [StageProcess({}) for _ in range(2)], RendezvousServer()
+    try:
+        calls = [
+            member.call(programs.run_slices, server.address, torch.device("cuda", rank), rank, 500, FORWARD_BYTES)
+            for rank, member in enumerate(members)
+        ]
+        assert Pipeline.results(calls) == [0, 0]
+    finally:
+        server.close()
+        for member in members:
+            member.close()
 
 
 def test_thousands_of_messages_of_all_sizes_arrive_whole(processes: StageProcesses, setup: Setup) -> None:

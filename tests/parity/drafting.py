@@ -105,12 +105,12 @@ def make_requests(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
 
 
 def run(
-    target: Path, asked: list[tuple[list[int], SamplingParams]], **settings
+    target: Path, asked: list[tuple[list[int], SamplingParams]], *, has_nodes: bool = False, **settings
 ) -> tuple[list[Request], SchedulerStats, LocalEngine]:
     """Return the ended requests; each comes a few steps after the one before."""
     fixed = {"stage_num_threads": 1, "block_size": 4, "max_model_len": 120, "max_num_seqs": 5}
     config = EngineConfig.from_flat(str(target), **(fixed | settings))
-    engine = LocalEngine(plan_engine(config, Hardware(1)))
+    engine = LocalEngine(plan_engine(config, Hardware(1)), has_nodes=has_nodes)
     requests = []
     for prompt, params in asked:
         requests.append(engine.submit(prompt, params))

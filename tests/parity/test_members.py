@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -17,12 +19,14 @@ from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine
+from raypp.transport.host.local import LocalSender
+from raypp.transport.slices import SliceSender, slice_bytes
 from raypp.types import SamplingParams
 
 NUM_NEW_TOKENS = 24
 
 
-def _compare(path, family, count, num_stages, seed, comparison, **others):
+def _compare(path, family, count, num_stages, seed, comparison, *, has_nodes, **others):
     rng = random.Random(seed)
     settings = {
         "num_stages": num_stages,
@@ -38,7 +42,7 @@ def _compare(path, family, count, num_stages, seed, comparison, **others):
         **others,
     }
     plan = plan_engine(EngineConfig.from_flat(str(path), **settings), Hardware.of_this_machine())
-    engine = LocalEngine(plan)
+    engine = LocalEngine(plan, has_nodes=has_nodes)
     prompts = [[rng.randrange(199) for _ in range(rng.randint(1, 50))] for _ in range(5)]
 
     def generate(prompts, max_tokens):
@@ -75,7 +79,7 @@ def test_tokens_equal_transformers(family, count, num_stages, tmp_path):
         path = make_checkpoint(
             family, seed, tmp_path / f"{seed}", min_layers=max(2, num_stages), **sizes_for_members(family, count, seed)
         )
-        _compare(path, family, count, num_stages, seed, comparison)
+        _compare(path, family, count, num_stages, seed, comparison, has_nodes=bool(seed % 2))
     comparison.assert_rare()
 
 
@@ -103,7 +107,7 @@ def test_tokens_of_whole_experts_equal_transformers(family, count, num_stages, t
     for seed in sized((1,), range(4)):
         sizes = sizes_for_members(family, count, seed) | UNEVEN.get(family, {}) | EVEN.get(family, {})
         path = make_checkpoint(family, seed, tmp_path / f"{seed}", min_layers=max(2, num_stages), **sizes)
-        plan = _compare(path, family, count, num_stages, seed, comparison, **more)
+        plan = _compare(path, family, count, num_stages, seed, comparison, has_nodes=bool(seed % 2), **more)
         assert plan.model.experts.num_parts == count
     comparison.assert_rare()
 
@@ -144,7 +148,7 @@ def test_drafts_of_heads_are_those_of_the_reference(kind, count, num_stages, tmp
     asked, witness = make_requests(128), Witness(monkeypatch)
     common = {"num_stages": num_stages, "tensor_parallel_size": count, "num_kv_blocks": 60}
     common |= {"max_num_batched_tokens": 24, "min_prefill_chunk_tokens": 5}
-    common |= {"mode": "full" if num_stages == 2 else "none"}
+    common |= {"mode": "full" if num_stages == 2 else "none", "has_nodes": num_stages > 1}
     common |= {"enable_expert_parallel": True} if kind == "mtp_whole" else {}
     plain = [request.output_token_ids for request in run(target, asked, **common)[0]]
     requests, stats, _ = run(target, asked, speculative=speculative | {"num_speculative_tokens": NUM_DRAFTS}, **common)
@@ -194,3 +198,59 @@ def test_as_many_drafts_of_the_models_own_trained_head_are_accepted_as_by_one_me
     ]
     assert found == [found[0]] * len(cells)
     assert [text for text, _ in found[0]] == [text[6:] for text in texts]
+
+
+class _Counted:
+    """What members send to the next stage: by edge and step, the bytes of each and the message that all have."""
+
+    def __init__(self, monkeypatch):
+        self.sizes, self.messages = defaultdict(list), {}
+        lock, send_slice, send = threading.Lock(), SliceSender.send, LocalSender.send
+        counted = self
+
+        def sliced(end, step_id, num_bytes):
+            message = bytes(end.slots[0, :num_bytes].numpy())
+            with lock:
+                assert counted.messages.setdefault(step_id, message) == message, "members differ"
+            send_slice(end, step_id, num_bytes)
+
+        def sent(end, step_id, num_bytes):
+            with lock:
+                counted.sizes[step_id].append(num_bytes)
+            send(end, step_id, num_bytes)
+
+        monkeypatch.setattr(SliceSender, "send", sliced)
+        monkeypatch.setattr(LocalSender, "send", sent)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("mode", ["none", "full_and_piecewise"])
+def test_members_on_two_nodes_send_a_message_once(count, mode, monkeypatch):
+    """Chunked prompts, n-grams and preemption; the tokens are those of one member, the bytes those of one message."""
+    settings = {"num_stages": 2, "stage_num_threads": 1, "mode": mode, "block_size": 8, "num_kv_blocks": 40}
+    settings |= {"max_num_seqs": 6, "max_model_len": 160, "max_num_batched_tokens": 40, "min_prefill_chunk_tokens": 5}
+    settings |= {"speculative": {"method": "ngram", "num_speculative_tokens": 3}}
+    rng = random.Random(count)
+    prompts = [[rng.randrange(2, 400)] * 3 + [rng.randrange(2, 400) for _ in range(each)] for each in (1, 90, 33, 60)]
+    params, found = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True), {}
+    for name, number, has_nodes in (("one", 1, False), ("one node", count, False), ("two nodes", count, True)):
+        config = EngineConfig.from_flat("tiny", tensor_parallel_size=number, **settings)
+        plan, counted = plan_engine(config, Hardware(1)), _Counted(monkeypatch)
+        engine = LocalEngine(plan, has_nodes=has_nodes)
+        found[name] = engine.generate(prompts, params), counted
+        monkeypatch.undo()
+        stats = engine.stats()
+        assert stats.num_preemptions
+        assert stats.num_accepted_tokens
+    tokens, _ = found["one"]
+    assert all(each == tokens for each, _ in found.values())
+    (_, one_node), (_, two_nodes) = found["one node"], found["two nodes"]
+    assert not one_node.messages
+    assert two_nodes.messages.keys() == two_nodes.sizes.keys() == one_node.sizes.keys()
+    for step_id, message in two_nodes.messages.items():
+        # Of members of two stages: whole messages and feedback on one node, slices and feedback on two.
+        feedback = [size for size in two_nodes.sizes[step_id] if size != slice_bytes(len(message), count)]
+        assert sorted(one_node.sizes[step_id]) == sorted([*feedback, *[len(message)] * count])
+        assert len(feedback) == count
+        assert slice_bytes(len(message), count) * count < len(message) + 16 * count
+    print(f"\n{len(tokens)} texts, {len(two_nodes.messages)} steps")

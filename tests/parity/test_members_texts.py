@@ -68,7 +68,11 @@ def undisturbed_of(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 def _engines(path: str, settings: Sequence[dict[str, Any]], lateness: random.Random | None) -> list[Any]:
     fixed = {"stage_num_threads": 1, "max_num_seqs": 24, "max_model_len": 200}
     plans = [plan_engine(EngineConfig.from_flat(path, **(fixed | one)), Hardware(1)) for one in settings]
-    return [lambda plan=plan: LocalEngine(plan, mask_lateness=lateness) for plan in plans]
+    # Every second one on one node; in the others members send slices.
+    return [
+        lambda plan=plan, has_nodes=index % 2 == 0: LocalEngine(plan, mask_lateness=lateness, has_nodes=has_nodes)
+        for index, plan in enumerate(plans)
+    ]
 
 
 def _life(rng: random.Random, name: str, count: int) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def test_tokens_equal_transformers(checkpoints):
         elif seed in MTP_SEEDS:
             settings |= {"method": "mtp", "num_speculative_tokens": 2}
         plan = plan_engine(EngineConfig.from_flat(str(path), **settings), Hardware(1))
-        engine = LocalEngine(plan)
+        engine = LocalEngine(plan, has_nodes=bool(seed % 2))  # members: of seeds 5, 7 and 13 they send slices
         prompts = _prompts(path, seed, model.vocab_size)
         items_of = {prompt[0]: items for prompt, items in prompts}
 

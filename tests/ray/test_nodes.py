@@ -10,6 +10,7 @@ import os
 import re
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -79,23 +80,28 @@ class Program:
         self._process.stdout.close()
 
 
-def _processes_of(namespace: str) -> list[str]:
-    """Return the command lines of the processes in a process namespace; Ray's actors are named in theirs."""
-    found = []
+def _processes_of(namespace: str) -> dict[int, str]:
+    """Return the command lines of the processes in a process namespace, by id; Ray's actors are named in theirs."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended
             if os.readlink(path / "ns/pid") == namespace:
-                found.append((path / "cmdline").read_text().replace("\0", " ")[:200])
-    return [line for line in found if line]  # what has ended has none
+                found[int(path.name)] = (path / "cmdline").read_text().replace("\0", " ")[:200]
+    return {pid: line for pid, line in found.items() if line}  # what has ended has none
 
 
 def _namespace(bed: NodeBed, index: int) -> str:
     return os.readlink(f"/proc/{bed.pid(index)}/ns/pid")
 
 
+def _pids_of(bed: NodeBed, index: int, name: str) -> list[int]:
+    """Return the processes on a node whose command line has a name."""
+    return [pid for pid, line in _processes_of(_namespace(bed, index)).items() if name in line]
+
+
 def _stages_on(bed: NodeBed, index: int) -> set[str]:
     """Return the names of stages on a node: `0`; of members of one: `0_1`."""
-    lines = " ".join(_processes_of(_namespace(bed, index)))
+    lines = " ".join(_processes_of(_namespace(bed, index)).values())
     return set(re.findall(r"ray::StageActor([0-9_]+)", lines))
 
 
@@ -145,10 +151,34 @@ def test_texts_on_two_nodes_are_those_of_one(bed, program):
 
 
 @pytest.mark.full
-def test_members_of_a_stage_stay_on_one_node(bed, program):
-    assert "error" not in program.ask("start", engine={**ENGINE, "tensor_parallel_size": 2})
+def test_members_of_a_stage_stay_on_one_node_and_send_slices_to_another(bed, program):
+    engine = {**ENGINE, "tensor_parallel_size": 2, "enable_prefix_caching": False}
+    assert "error" not in program.ask("start", engine=engine)
     assert (_stages_on(bed, 0), _stages_on(bed, 1)) == ({"0_0", "0_1"}, {"1_0", "1_1"})
     assert program.ask("generate", max_tokens=NUM_TOKENS)["token_ids"] == _texts_on_one_node()
+    carried, prompt = bed.wire.num_bytes, [2 + index % 400 for index in range(1500)]
+    program.ask("generate", max_tokens=1, prompts=[{"prompt_token_ids": prompt}] * 2)
+    times = (bed.wire.num_bytes - carried) / (2 * len(prompt) * HIDDEN_BYTES)
+    print(f"\nhidden states crossed {times:.2f} times")
+    assert 1 <= times < 1.5
+    assert program.ask("generate", max_tokens=NUM_TOKENS)["token_ids"] == _texts_on_one_node()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_member_is_named_also_where_others_wait_for_its_slice(bed, program, signal_number):
+    engine = {**ENGINE, "tensor_parallel_size": 2, "max_engine_restarts": 3, "step_timeout_s": 5.0, "heartbeat_s": 0.2}
+    assert "error" not in program.ask("start", engine=engine)
+    right, kept = program.ask("generate", max_tokens=400)["token_ids"], _pids_of(bed, 1, "ray::StageActor1")
+    assert len(kept) == 2
+    [pid] = _pids_of(bed, 0, "ray::StageActor0_1")
+    _start_requests(program, max_tokens=400)
+    os.kill(pid, signal_number)
+    answer = program.ask("collect")
+    assert answer.get("token_ids") == right, answer
+    died = answer["stats"]["recoveries"]["last"]["died"]
+    assert re.match("member 1 of stage 0 (died|is frozen)", died), died
+    assert _pids_of(bed, 1, "ray::StageActor1") == kept, "they keep their weights"
 
 
 @pytest.mark.full
@@ -211,14 +241,20 @@ def test_another_model_at_the_same_path_is_named(bed, program, tmp_path):
     assert f"{weights.name}: " in answer["error"]
 
 
+def _start_requests(program: Program, **task: Any) -> None:
+    """Let requests run, and return when they have some tokens."""
+    before = program.ask("look")["stats"]["num_generated_tokens"]
+    program.tell("submit", **task)
+    ends = time.monotonic() + WAIT_S
+    while program.hear()["stats"]["num_generated_tokens"] < before + 20:
+        assert time.monotonic() < ends
+        program.tell("look")
+
+
 def _lose(bed: NodeBed, program: Program, lost: int, then: Callable[[], object]) -> None:
     """Kill the node of stage 1 while requests run; they must end as if nothing had happened."""
     num_tokens, prompts = 1500, [{"prompt_token_ids": [first]} for first in (1, 700)]
-    program.tell("submit", max_tokens=num_tokens, prompts=prompts)
-    ends = time.monotonic() + WAIT_S
-    while program.hear()["stats"]["num_generated_tokens"] < 20:
-        assert time.monotonic() < ends
-        program.tell("look")
+    _start_requests(program, max_tokens=num_tokens, prompts=prompts)
     bed.kill_node(lost)
     killed_s = time.monotonic()
     then()

@@ -70,8 +70,8 @@ class ThreadMembers:
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(self._with_all(x, in_order))
 
-    def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        return self._with_all(x, torch.stack)
+    def gathered(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._with_all(x, lambda parts: torch.stack(parts, out=out))
 
     def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         return self._with_all(make() if self.rank == 0 else None, lambda parts: parts[0].clone())
@@ -144,10 +144,12 @@ class GlooMembers:
             ) from error
 
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(in_order(self._gathered(x)))
+        return x.copy_(in_order(self._all_gather(x, x.new_empty(self.count, *x.shape))))
 
-    def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._gathered(x))
+    def gathered(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        parts = x.new_empty(self.count, *x.shape) if out is None else out
+        self._all_gather(x, parts)
+        return parts
 
     def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         made = make() if self.rank == 0 else None
@@ -169,8 +171,8 @@ class GlooMembers:
     def close(self) -> None:
         self._group = None
 
-    def _gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
-        parts = [torch.empty_like(x) for _ in range(self.count)]
+    def _all_gather(self, x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
+        parts = list(out.unbind())
         self._wait(lambda group: group.allgather([parts], [x.contiguous()], self._options(AllgatherOptions())))
         return parts
 

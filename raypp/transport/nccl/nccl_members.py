@@ -128,10 +128,10 @@ class NcclMembers:
             communicator.call(sum_all, address, address, x.numel(), _TYPES[x.dtype], _SUM, stream=stream)
         return x
 
-    def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all members by rank, [count, ...]."""
+    def gathered(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the tensors of all members by rank, [count, ...]; in `out` if that is given."""
         x = x.contiguous()
-        parts = x.new_empty(self.count, *x.shape)
+        parts = x.new_empty(self.count, *x.shape) if out is None else out
         if self.is_alone:
             parts.copy_(x)
         elif x.numel():

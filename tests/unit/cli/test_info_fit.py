@@ -88,6 +88,10 @@ def test_machines_and_their_stages() -> None:
     lines = _lines("qwen3-14b", "2x24GB+2x24GB", num_stages=4)
     assert lines[0].endswith("4 stages on 2 machines with 2 GPUs of 22.35 GiB")
     assert any(line.startswith("2 machines: one Ray cluster over them") for line in lines)
+    sent = "A token takes 10,240 bytes from a stage to the next on another machine"
+    assert f"{sent}: 10 Gb/s carry 122,070 tokens/s of prompts." in lines
+    members = _lines("qwen3-14b", "2x24GB+2x24GB", num_stages=2, tensor_parallel_size=2)
+    assert f"{sent}, 5,120 from each of 2 members: 10 Gb/s carry 122,070 tokens/s of prompts." in members
     mixed = _lines("qwen3-8b", "1x24GB+1x80GB", num_stages=2)
     assert mixed[0].endswith("on 1 machine with 1 GPU of 22.35 GiB and 1 machine with 1 GPU of 74.51 GiB")
     assert "Stage 1 is the fullest: it sets how many KV blocks all stages have." in mixed

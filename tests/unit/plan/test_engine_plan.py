@@ -20,7 +20,9 @@ from raypp.plan.hardware import Hardware
 from raypp.plan.speculation_plan import speculation_bytes, table_bytes
 from raypp.plan.stage_memory import plan_cpu_kv
 from raypp.stage.build_stage import build_stage_model
+from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage_spec import NUM_PADDING_ROWS
+from raypp.transport.slices import slice_bytes
 
 _SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
 
@@ -210,6 +212,22 @@ def test_the_token_table_is_the_last_stages_and_planned_to_the_byte():
     assert [stage["token_table_bytes"] for stage in described["stages"]] == [0, num_rows * 1024 * 4]
     assert described["num_drafts"] == [0, 2, 4, 8]
     assert plan.resolved_config().speculative.ngram_window == 1000
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_bytes_of_an_edge_are_those_of_its_messages(count):
+    """Of each member to a stage on its node, and to one on another node."""
+    drafting = {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 2}
+    plan = _plan(num_stages=3, tensor_parallel_size=count, speculative=drafting)
+    specs = plan.stage_specs()
+    messages = StageSchemas.of(specs[0], plan.model.hidden_size).forward_messages(specs[0])
+    of_token = [each.schema.num_bytes(0, 1) for each in messages]
+    assert plan.edge_bytes == of_token
+    assert max(of_token) > plan.model.hidden_size * 4, "states that the head wants"
+    stages = plan.describe()["stages"]
+    assert [stage["sent_bytes_per_token"] for stage in stages] == [*of_token, 0]
+    slices = [slice_bytes(each, count) for each in [*of_token, 0]]
+    assert [stage["sent_bytes_per_token_to_another_node"] for stage in stages] == slices
 
 
 def test_a_window_bounds_the_token_table():

@@ -20,9 +20,11 @@ from torch.distributed import PrefixStore
 
 from raypp.errors import RayppError
 from raypp.transport.host.gloo import GlooConnection, GlooDevice
+from raypp.transport.host.host_members import thread_members
 from raypp.transport.host.local import open_local_edge
 from raypp.transport.host.ring import RingReceiver, RingSender
 from raypp.transport.rendezvous import Meeting, Rendezvous, RendezvousServer
+from raypp.transport.slices import SliceReceiver, SliceSender, slice_bytes
 
 End = Any  # LinkSender or LinkReceiver
 Role = Literal["sender", "receiver"]
@@ -126,12 +128,24 @@ class LocalEdges:
     def open(
         self, near: Role = "sender", num_slots: int = 3, slot_bytes: int = 1 << 16, deadline_s: float = DEADLINE_S
     ) -> Edge:
-        sender, receiver = open_local_edge(num_slots, slot_bytes, deadline_s)
+        sender, receiver = self._open(num_slots, slot_bytes, deadline_s)
         end, far_end = (sender, receiver) if near == "sender" else (receiver, sender)
         return Edge(end, lambda function, *args: self._pool.submit(function, far_end, *args))
 
     def close(self) -> None:
         self._pool.shutdown()
+
+    def _open(self, num_slots: int, slot_bytes: int, deadline_s: float) -> tuple[End, End]:
+        return open_local_edge(num_slots, slot_bytes, deadline_s)
+
+
+class SlicedEdges(LocalEdges):
+    """Edges inside this process for slices, of a stage with one member."""
+
+    def _open(self, num_slots: int, slot_bytes: int, deadline_s: float) -> tuple[End, End]:
+        sender, receiver = super()._open(num_slots, slice_bytes(slot_bytes, 1), deadline_s)
+        [member] = thread_members(1, deadline_s)
+        return SliceSender(sender, member), SliceReceiver(receiver, member)
 
 
 class GlooEdges:

@@ -8,7 +8,16 @@ from collections.abc import Iterator
 
 import link_harness as harness
 import pytest
-from link_harness import DEADLINE_S, DeviceCopyEdges, GlooEdges, LocalEdges, receive_steps, send_steps, sizes_of
+from link_harness import (
+    DEADLINE_S,
+    DeviceCopyEdges,
+    GlooEdges,
+    LocalEdges,
+    SlicedEdges,
+    receive_steps,
+    send_steps,
+    sizes_of,
+)
 
 from raypp.errors import DeadlineError, EngineDeadError, RayppError, StageDiedError
 
@@ -18,7 +27,10 @@ MUCH_LESS_S = DEADLINE_S / 4
 """So long nothing takes, on whatever machine, unless it waits for the deadline."""
 
 
-@pytest.fixture(scope="module", params=[LocalEdges, DeviceCopyEdges, GlooEdges], ids=["local", "device copy", "gloo"])
+KINDS = {"local": LocalEdges, "device copy": DeviceCopyEdges, "gloo": GlooEdges, "slices": SlicedEdges}
+
+
+@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
 def edges(request: pytest.FixtureRequest) -> Iterator[Edges]:
     edges = request.param()
     yield edges

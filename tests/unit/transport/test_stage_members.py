@@ -129,6 +129,14 @@ def test_tensors_are_gathered_by_rank(members):
         assert torch.equal(found, expected)
 
 
+def test_tensors_are_gathered_where_they_are_wanted(members):
+    wanted = [torch.zeros(COUNT, 4) for _ in range(COUNT)]
+    parts = [torch.full((4,), float(rank)) for rank in range(COUNT)]
+    by_all(members, lambda each: each.gathered(parts[each.rank], out=wanted[each.rank]))
+    for found in wanted:
+        assert torch.equal(found, torch.stack(parts))
+
+
 @pytest.mark.parametrize("members", ["nccl"], indirect=True)  # on CPUs nothing is tried before the first step
 def test_while_a_stage_is_built_each_is_alone_but_where_a_graph_is_captured(members, monkeypatch):
     is_capturing = [False]
