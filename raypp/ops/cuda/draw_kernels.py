@@ -6,13 +6,13 @@ Greedy tokens take one launch, in which the last program of a row compares what 
                            of a truncated row, a pivot that at least top_k tokens reach
     gather   (row, part)   of a truncated row the tokens that reach the pivot, and the weight of the whole vocabulary
                            if top-p needs it; other rows are drawn here
-    finish   (row)         of a truncated row with few gathered tokens, the lowest logit that stays, and the draw
+    finish   (row)         of a truncated row with few gathered tokens, which of them stay, and the draw
     search   (row)         the same for a row with many; it reads the whole row, more than once, where there was no
                            room for all, or where they weigh too little for top-p
 
 So logits are read twice and never sorted, and noise is computed for tokens that may be drawn. The pivot is the k-th
-highest of the blocks' highest logits: k tokens reach it, and mostly few more. The lowest logit that stays is found bit
-by bit, as an integer in the order of the logits: the highest one that enough tokens reach, or tokens of enough weight.
+highest of the blocks' highest logits: k tokens reach it, and mostly few more. Up to which distance from the most likely
+token they stay is found bit by bit, see `raypp.ops.cuda.thresholds`. Members of a stage: `raypp.ops.cuda.member_draws`.
 
 Of equally likely tokens the one with the lowest id wins, in whatever order the parts finish.
 """
@@ -27,14 +27,15 @@ import triton.language as tl
 
 from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
 from raypp.ops.cuda.thresholds import (
-    amount_of_row,
-    least_of_row,
-    least_of_vector,
+    distances,
+    farthest_of_row,
+    farthest_of_vector,
     load_logits,
     logits_of,
     scale_of,
     sortable_of,
     value_of,
+    weight_of_row,
     weights,
 )
 from raypp.ops.sample import truncation as twin
@@ -424,12 +425,13 @@ def _gather(
     scale = scale_of(tl.where(row_temperature == 0.0, 1.0, row_temperature))
     is_finite = row_highest < float("inf")
     if is_truncated & is_finite:
-        pivot = tl.load(pivots + row)
+        pivot = distances(tl.load(pivots + row), row_highest, scale)
         weight = tl.full((TILE,), 0, tl.int64)
         for begin in range(first, last, TILE):
             token = begin + offset
             value = load_logits(of_row, token, vocab_size)
-            reaches = (value >= pivot) & (token < vocab_size)
+            distance = distances(value, row_highest, scale)
+            reaches = (distance <= pivot) & (token < vocab_size)
             num_reaching = tl.sum(reaches.to(tl.int32), 0)
             if num_reaching > 0:
                 place = tl.atomic_add(num_gathered + row, num_reaching)
@@ -438,7 +440,7 @@ def _gather(
                 tl.store(gathered + row * ROOM + place, value, mask=has_room)
                 tl.store(gathered_tokens + row * ROOM + place, token, mask=has_room)
             if row_k == 0:
-                weight += weights(value, row_highest, scale)
+                weight += weights(distance)
         if row_k == 0:
             tl.atomic_add(total_weights + row, tl.sum(weight, 0))
     elif (row_temperature != 0.0) & is_finite:
@@ -451,7 +453,7 @@ def _gather(
             logit = load_logits(of_row, token, vocab_size)
             value = (logit - row_highest) / row_temperature + gumbel(key, token)
             if least_weight > 0.0:
-                stays = weights(logit, row_highest, scale).to(tl.float64) >= least_weight
+                stays = weights(distances(logit, row_highest, scale)).to(tl.float64) >= least_weight
                 value = tl.where(stays, value, -float("inf"))
             best_value, best_token = _better(best_value, best_token, value, token)
         value, token = _best_of(best_value, best_token)
@@ -487,19 +489,19 @@ def _draw_gathered(
     inside = index < count
     logit = tl.load(gathered + row * ROOM + index, mask=inside, other=-float("inf"))
     token = tl.load(gathered_tokens + row * ROOM + index, mask=inside, other=0x7FFFFFFF)
-    weight = tl.where(inside, weights(logit, row_highest, scale), 0)
-    sortable = tl.where(inside, sortable_of(logit), 0)
-    least = tl.full((), 0, tl.uint32)
+    distance = distances(logit, row_highest, scale)
+    weight = tl.where(inside, weights(distance), 0)
+    farthest = tl.full((), 0x7FFFFFFF, tl.int32)
     total = tl.load(total_weights + row)
     if row_k > 0:
-        least = least_of_vector(sortable, inside.to(tl.int64), row_k.to(tl.float64))
-        total = tl.sum(tl.where(sortable >= least, weight, 0), 0)
+        farthest = farthest_of_vector(distance, inside.to(tl.int64), row_k.to(tl.float64))
+        total = tl.sum(tl.where(distance <= farthest, weight, 0), 0)
     limit = total.to(tl.float64) * row_p.to(tl.float64)
     is_enough = tl.where(row_k > 0, count >= row_k, tl.sum(weight, 0).to(tl.float64) >= limit)
     if is_enough:
         if row_p < 1.0:
-            least = tl.maximum(least, least_of_vector(sortable, weight, limit))
-        stays = inside & (sortable >= least)
+            farthest = tl.minimum(farthest, farthest_of_vector(distance, weight, limit))
+        stays = inside & (distance <= farthest)
         stays &= weight.to(tl.float64) >= tl.load(min_p + of).to(tl.float64) * _MOST
         value = (logit - row_highest) / row_temperature + gumbel(key_of(seeds, positions, row, of), token)
         value, best = _best_of(tl.where(stays, value, -float("inf")), token)
@@ -593,15 +595,15 @@ def _search(
     if not is_drawn:
         row_highest = tl.load(highest + row)
         scale = scale_of(row_temperature)
-        least = tl.full((), 0, tl.uint32)
+        farthest = tl.full((), 0x7FFFFFFF, tl.int32)
         if row_k > 0:
             wanted = row_k.to(tl.float64)
-            least = least_of_row(of_row, vocab_size, row_highest, scale, wanted, True, TILE)
+            farthest = farthest_of_row(of_row, vocab_size, row_highest, scale, wanted, True, TILE)
         if row_p < 1.0:
-            left = amount_of_row(of_row, vocab_size, row_highest, scale, least, TILE)
+            left = weight_of_row(of_row, vocab_size, row_highest, scale, farthest, TILE)
             wanted = left.to(tl.float64) * row_p.to(tl.float64)
-            least_of_p = least_of_row(of_row, vocab_size, row_highest, scale, wanted, False, TILE)
-            least = tl.maximum(least, least_of_p)
+            of_p = farthest_of_row(of_row, vocab_size, row_highest, scale, wanted, False, TILE)
+            farthest = tl.minimum(farthest, of_p)
         key = key_of(seeds, positions, row, of)
         least_weight = tl.load(min_p + of).to(tl.float64) * _MOST
         best_value = tl.full((TILE,), -float("inf"), tl.float32)
@@ -609,8 +611,9 @@ def _search(
         for begin in range(0, vocab_size, TILE):
             token = begin + tl.arange(0, TILE)
             logit = load_logits(of_row, token, vocab_size)
-            stays = (sortable_of(logit) >= least) & (token < vocab_size)
-            stays &= weights(logit, row_highest, scale).to(tl.float64) >= least_weight
+            distance = distances(logit, row_highest, scale)
+            stays = (distance <= farthest) & (token < vocab_size)
+            stays &= weights(distance).to(tl.float64) >= least_weight
             value = (logit - row_highest) / row_temperature + gumbel(key, token)
             value = tl.where(stays, value, -float("inf"))
             best_value, best_token = _better(best_value, best_token, value, token)

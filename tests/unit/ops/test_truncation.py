@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raypp.ops.sample.truncation import WEIGHT_BITS, may_draw, weights
+from raypp.ops.sample.truncation import WEIGHT_BITS, distances, may_draw, weights
 
 VOCAB_SIZE = 3000
 SETTINGS = [
@@ -28,7 +28,7 @@ def _kept(logits: torch.Tensor, temperature: float, setting: tuple[int, float, f
         torch.full((rows,), top_p),
         torch.full((rows,), min_p),
     )
-    return may_draw(logits, torch.full((rows,), temperature), truncation)
+    return may_draw(logits, logits.amax(-1), torch.full((rows,), temperature), truncation)
 
 
 def _reference(logits: torch.Tensor, temperature: float, setting: tuple[int, float, float]) -> torch.Tensor:
@@ -86,7 +86,7 @@ def test_tokens_that_nothing_may_yield_are_the_last_to_stay():
 def test_weights_are_exponentials():
     below = -torch.rand(20_000, generator=torch.Generator().manual_seed(8)) * 20
     logits = torch.cat((torch.zeros(1), below)).unsqueeze(0)
-    got = weights(logits, torch.zeros(1), torch.tensor([0.7]))
+    got = weights(distances(logits, torch.zeros(1), torch.tensor([0.7])))
     expected = (logits.double() / 0.7).exp() * 2.0**WEIGHT_BITS
     assert got[0, 0] == 1 << WEIGHT_BITS
     # The exponent is a float32: 24 bits of up to 41.
