@@ -146,7 +146,7 @@ def test_members_choose_what_one_would(kind, count, vocab_size):
 def test_scores_of_no_allowed_token_yield_the_first():
     def best(member: Any) -> int:
         part = VocabularyPart(member, 10)
-        return part.best(torch.tensor([torch.nan]), torch.zeros(1, dtype=torch.int64))[1].item()
+        return part.best(torch.full((1, part.size), torch.nan))[1].item()
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(best, thread_members(2, DEADLINE_S))) == [0, 0]
