@@ -34,14 +34,14 @@ from raypp.ops.cuda.draw_kernels import (
 )
 from raypp.ops.cuda.kernel_launch import Device, Workspace, start
 from raypp.ops.cuda.thresholds import distances, load_logits, logits_of, scale_of, weights
-from raypp.ops.sample import truncation as twin
+from raypp.ops.sample.draw_sizes import DIGIT_BITS, NUM_DIGITS
 from raypp.ops.sample.tables import AdjustedLogits, RowTables
 from raypp.ops.sample.vocabulary_part import VocabularyPart
 
-_DIGIT_BITS = tl.constexpr(twin.DIGIT_BITS)
-_NUM_BINS = tl.constexpr(1 << twin.DIGIT_BITS)
-_NUM_DIGITS = tl.constexpr(len(twin.DIGIT_SHIFTS))
-_LAST = tl.constexpr(2 * len(twin.DIGIT_SHIFTS) - 1)
+_DIGIT_BITS = tl.constexpr(DIGIT_BITS)
+_NUM_BINS = tl.constexpr(1 << DIGIT_BITS)
+_NUM_DIGITS = tl.constexpr(NUM_DIGITS)
+_LAST = tl.constexpr(2 * NUM_DIGITS - 1)
 """The step of the draw: after the digits of top-k, and those of top-p but for the first."""
 _ANY_DISTANCE = tl.constexpr(0x7FFFFFFF)
 
@@ -98,12 +98,12 @@ class MemberChooser(TokenChooser):
         for step in range(_LAST.value):
             own, other = added[step & 1], added[1 - step & 1]
             by_digit = (found_by_all, first, sums, states)
-            _add[(num_rows, num_parts)](*given, *by_digit, own, other, *sizes, step, **options)
+            _add_by_digit[(num_rows, num_parts)](*given, *by_digit, own, other, *sizes, step, **options)
             has_counts = step < _NUM_DIGITS.value
             sums = gathered((own if has_counts else own[1]).view(torch.int32)).view(torch.int64)
             first = sums if step == 0 else first
         pairs = torch.empty(num_rows, 2, dtype=torch.int32, device=at)
-        _draw[(num_rows, num_parts)](
+        _draw_part[(num_rows, num_parts)](
             *given,
             *(found_by_all, first, sums, states),
             *(tables.seed, positions, tokens, found, pairs),
@@ -216,7 +216,7 @@ def _narrowed(row, num_rows, step, row_k, row_p, first, sums, states, COUNT: tl.
 
 
 @triton.jit(do_not_specialize=_AS_THEY_ARE, do_not_specialize_on_alignment=["rows", "first", "sums"])
-def _add(
+def _add_by_digit(
     logits,
     changed,
     is_changed,
@@ -278,7 +278,7 @@ def _add(
 
 
 @triton.jit(do_not_specialize=_AS_THEY_ARE, do_not_specialize_on_alignment=["rows", "positions", "first", "sums"])
-def _draw(
+def _draw_part(
     logits,
     changed,
     is_changed,

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 from raypp.ops.sample import truncation as twin
+from raypp.ops.sample.draw_sizes import DIGIT_BITS, NUM_DIGITS
 
-_NUM_BITS = twin.DIGIT_BITS * len(twin.DIGIT_SHIFTS)
+_NUM_BITS = DIGIT_BITS * NUM_DIGITS
 _DISTANCE_BITS = tl.constexpr(_NUM_BITS)
 _HIGHEST_BIT = tl.constexpr(1 << (_NUM_BITS - 1))
 _BIT_PAIRS = tl.constexpr((_NUM_BITS + 1) // 2)  # of an odd number of bits

@@ -16,14 +16,15 @@ from collections.abc import Callable
 
 import torch
 
+from raypp.ops.sample.draw_sizes import DIGIT_BITS, NUM_DIGITS
+
 Truncation = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """top_k [R] int32, 0 for all; top_p [R] float32, 1 for all; min_p [R] float32, 0 for all."""
 
 FRACTION_BITS = 21
 LOG2_E = 1.4426950408889634 * 2.0**FRACTION_BITS
 """Times a difference of logits: its power of two, as an integer with 21 fraction bits."""
-DIGIT_BITS = 9
-DIGIT_SHIFTS = (18, 9, 0)
+DIGIT_SHIFTS = tuple(DIGIT_BITS * digit for digit in reversed(range(NUM_DIGITS)))
 """Of the digits of a distance, the highest one first."""
 FARTHEST = 2.0**27 - 8
 """No distance is larger: powers below 2 ** -64 are 0. A float32 has it, and three digits of 9 bits do."""

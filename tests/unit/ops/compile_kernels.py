@@ -330,7 +330,9 @@ def call_all(workspace: Workspace) -> None:
     chooser.report(logits, integers, integers, row_tables.num_reported)
     part: Any = VocabularyPart(TwoMembers(), 2 * logits.shape[1])
     member = KernelTokenChoice(32, DEVICE, workspace, part)
-    member.greedy(member.adjust(logits, asked))
+    for given in (AdjustedLogits(logits), member.adjust(logits, asked)):
+        member.greedy(given)
+        member.draw(given, integers, integers, row_tables)
     member.report(logits, integers, integers, row_tables.num_reported)
     generated = StepTokens(integers, integers, torch.zeros(32, 5), lengths)
     chooser.remember(generated, lengths, history, counts=True)
