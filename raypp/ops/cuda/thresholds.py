@@ -21,6 +21,7 @@ _FRACTION = tl.constexpr((1 << twin.FRACTION_BITS) - 1)
 _TO_32_BITS = tl.constexpr(32 - twin.FRACTION_BITS)
 _LOG2_E = tl.constexpr(twin.LOG2_E)
 _FARTHEST = tl.constexpr(twin.FARTHEST)
+_MOST = tl.constexpr(twin.MOST)
 _ONE = tl.constexpr(1 << twin.POWER_BITS)
 _SHIFT = tl.constexpr(twin.WEIGHT_BITS - twin.POWER_BITS)
 _POWER_1, _POWER_2, _POWER_3, _POWER_4, _POWER_5 = (tl.constexpr(value) for value in twin.POWER_OF_TWO)
@@ -65,7 +66,7 @@ def weights(distance):
 @triton.jit
 def scale_of(temperature):
     """Return what turns a difference of logits into its power of two."""
-    return tl.div_rn(tl.full((), _LOG2_E, tl.float32), temperature)
+    return tl.minimum(tl.div_rn(tl.full((), _LOG2_E, tl.float32), temperature), _MOST)
 
 
 @triton.jit

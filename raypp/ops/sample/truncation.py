@@ -28,6 +28,7 @@ DIGIT_SHIFTS = tuple(DIGIT_BITS * digit for digit in reversed(range(NUM_DIGITS))
 """Of the digits of a distance, the highest one first."""
 FARTHEST = 2.0**27 - 8
 """No distance is larger: powers below 2 ** -64 are 0. A float32 has it, and three digits of 9 bits do."""
+MOST = torch.finfo(torch.float32).max
 POWER_OF_TWO = (744265554, 257874615, 59914701, 9681962, 2004816)
 """Coefficients of f, f^2, ... in 2^f - 1 for 0 <= f < 1, times 2^30. Largest relative error 8.4e-8."""
 POWER_BITS = 30
@@ -41,6 +42,7 @@ def distances(logits: torch.Tensor, highest: torch.Tensor, temperature: torch.Te
     Shapes: logits [R, V] float32; highest [R] float32, the row's highest logit; temperature [R] float32, above 0.
     """
     scale = (torch.full_like(temperature, LOG2_E) / temperature).unsqueeze(1)  # one division, rounded once
+    scale.clamp_(max=MOST)
     return ((logits - highest.unsqueeze(1)) * scale).clamp_(min=-FARTHEST).to(torch.int64).neg_()
 
 
