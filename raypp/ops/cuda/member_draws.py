@@ -269,12 +269,23 @@ def _add_by_digit(
                 distance = distances(load_logits(of_row, token, num_logits), row_highest, scale)
                 digit = (distance - low) >> shift
                 inside = (token < num_logits) & (distance >= low) & (distance <= farthest) & (digit < _NUM_BINS)
-                if tl.max(inside.to(tl.int32), 0) > 0:
-                    bins = added + of_bins + digit
-                    weight = weights(distance)
-                    if is_of_k & (row_k > 0):
-                        tl.atomic_add(bins, tl.full((TILE,), 1, tl.int64), mask=inside, sem="relaxed")
-                    tl.atomic_add(bins + num_bins, weight, mask=inside & (weight > 0), sem="relaxed")
+                num_inside = tl.sum(inside.to(tl.int32), 0)
+                if num_inside > 0:
+                    bins = added + of_bins
+                    amount = tl.where(inside, weights(distance), 0)
+                    if num_inside > TILE // 8:  # flat: most have few digits, and would wait for each other
+                        usual = tl.sum(tl.where(inside, digit, 0), 0) // num_inside
+                        for near in tl.static_range(-1, 2):
+                            is_it = inside & (digit == usual + near)
+                            total = tl.sum(tl.where(is_it, amount, 0), 0)
+                            tl.atomic_add(bins + num_bins + usual + near, total, mask=total > 0, sem="relaxed")
+                            total = tl.sum(is_it.to(tl.int64), 0)
+                            tl.atomic_add(bins + usual + near, total, mask=total > 0, sem="relaxed")
+                            inside &= digit != usual + near
+                    is_counted = inside & is_of_k & (row_k > 0)
+                    tl.atomic_add(bins + digit, tl.full((TILE,), 1, tl.int64), mask=is_counted, sem="relaxed")
+                    has_weight = inside & (amount > 0)
+                    tl.atomic_add(bins + num_bins + digit, amount, mask=has_weight, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=_AS_THEY_ARE, do_not_specialize_on_alignment=["rows", "positions", "first", "sums"])
