@@ -46,8 +46,7 @@ _SUM_US = ((1, 3.3), (16, 4.3), (64, 7.5), (128, 12.0), (256, 30.0))
 much more."""
 _SUM_COLUMNS = 4096
 _SUMS_PER_LAYER = 2
-_DRAW_MS = 0.09  # of the seven exchanges of members by which a step's rows draw, over NVLink: an estimate
-_EXCHANGED_BYTES_PER_MS = 2e8  # likewise
+_DRAW_MS, _DRAWN_BYTES_PER_MS = 0.09, 2e8  # of the exchanges by which members draw, over NVLink: an estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +157,7 @@ def estimated_costs(
     head_ms += num_proposed * _GPU_PROPOSAL_MS
     if model.num_members > 1:
         sums_ms = layer_sums_ms(model, num_tokens)
-        head_ms += _DRAW_MS + num_decode_tokens * exchanged_bytes(model.num_members) / _EXCHANGED_BYTES_PER_MS
+        head_ms += _DRAW_MS + num_decode_tokens * exchanged_bytes(model.num_members) / _DRAWN_BYTES_PER_MS
     return StepCosts(
         layers=[
             num_bytes / bytes_per_ms

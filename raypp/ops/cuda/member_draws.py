@@ -83,7 +83,7 @@ class MemberChooser(TokenChooser):
         if not num_rows:
             return tokens
         width = triton.cdiv(num_rows, 4) * 4  # so that pivots, too, begin at a multiple of 16 bytes
-        found = torch.zeros(2, width, device=at)
+        found = torch.empty(2, width, device=at)
         given = arguments_of(logits, rows, tables)
         between = self._between(num_logits, room=1)
         self._survey(logits, given, tokens, (*found.unbind(), *between[2:]), part.vocab_size)
