@@ -46,7 +46,7 @@ _SUM_US = ((1, 3.3), (16, 4.3), (64, 7.5), (128, 12.0), (256, 30.0))
 much more."""
 _SUM_COLUMNS = 4096
 _SUMS_PER_LAYER = 2
-_DRAW_MS, _DRAWN_BYTES_PER_MS = 0.09, 2e8  # of the exchanges by which members draw, over NVLink: an estimate
+_DRAW_MS, _DRAWN_BYTES_PER_MS = 0.05, 2e8  # of the exchanges by which members draw, over NVLink: an estimate
 
 
 @dataclass(frozen=True, kw_only=True)

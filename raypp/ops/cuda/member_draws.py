@@ -33,6 +33,7 @@ from raypp.ops.cuda.draw_kernels import (
     truncation_of,
 )
 from raypp.ops.cuda.kernel_launch import Device, Workspace, start
+from raypp.ops.cuda.member_sums import PushedSums
 from raypp.ops.cuda.thresholds import distances, load_logits, logits_of, scale_of, weights
 from raypp.ops.sample.draw_sizes import DIGIT_BITS, NUM_DIGITS
 from raypp.ops.sample.tables import AdjustedLogits, RowTables
@@ -43,6 +44,8 @@ _NUM_BINS = tl.constexpr(1 << DIGIT_BITS)
 _NUM_DIGITS = tl.constexpr(NUM_DIGITS)
 _LAST = tl.constexpr(2 * NUM_DIGITS - 1)
 """The step of the draw: after the digits of top-k, and those of top-p but for the first."""
+_ROWS = 8
+_PADDING = tl.constexpr(_ROWS)
 _ANY_DISTANCE = tl.constexpr(0x7FFFFFFF)
 
 
@@ -59,12 +62,13 @@ class MemberChooser(TokenChooser):
     def __init__(self, max_rows: int, device: Device, workspace: Workspace, part: VocabularyPart) -> None:
         super().__init__(max_rows, device, workspace)
         self._part = part
+        self._gathered = PushedSums(part.members, device).gathered
 
     def greedy(self, logits: AdjustedLogits) -> torch.Tensor:
         """Return each position's most likely token, int64 [N]. Shapes: logits [N, C] contiguous."""
-        pairs = torch.empty(len(logits.own), 2, dtype=torch.int32, device=logits.own.device)
+        pairs = self._pairs(len(logits.own))
         self._find_best(logits, pairs, IS_PART=True)
-        return self._best_of_members(pairs)
+        return self._best_of_members(pairs, len(logits.own))
 
     def draw(
         self,
@@ -77,13 +81,11 @@ class MemberChooser(TokenChooser):
     ) -> torch.Tensor:
         """Return a draw per position; see `TokenChooser.draw`. Shapes: logits [N, C] contiguous."""
         num_rows, num_logits = logits.own.shape
-        part, at = self._part, logits.own.device
-        gathered, count = part.members.gathered, part.members.count
+        part, at, gathered = self._part, logits.own.device, self._gathered
         tokens = torch.empty(num_rows, dtype=torch.int64, device=at)
         if not num_rows:
             return tokens
-        width = triton.cdiv(num_rows, 4) * 4  # so that pivots, too, begin at a multiple of 16 bytes
-        found = torch.empty(2, width, device=at)
+        found = torch.empty(2, _padded(num_rows), device=at)
         given = arguments_of(logits, rows, tables)
         between = self._between(num_logits, room=1)
         self._survey(logits, given, tokens, (*found.unbind(), *between[2:]), part.vocab_size)
@@ -93,7 +95,7 @@ class MemberChooser(TokenChooser):
         states = torch.empty(2, 4, num_rows, dtype=torch.int64, device=at)
         of_part, num_parts = self._parts(num_rows, num_logits)
         sizes = (num_logits, of_part // TILE, num_rows, part.vocab_size)
-        options = {"COUNT": count, "TILE": TILE, **self._launch_options(logits)}
+        options = {"COUNT": part.members.count, "TILE": TILE, **self._launch_options(logits)}
         first = sums = added
         for step in range(_LAST.value):
             own, other = added[step & 1], added[1 - step & 1]
@@ -102,7 +104,7 @@ class MemberChooser(TokenChooser):
             has_counts = step < _NUM_DIGITS.value
             sums = gathered((own if has_counts else own[1]).view(torch.int32)).view(torch.int64)
             first = sums if step == 0 else first
-        pairs = torch.empty(num_rows, 2, dtype=torch.int32, device=at)
+        pairs = self._pairs(num_rows)
         _draw_part[(num_rows, num_parts)](
             *given,
             *(found_by_all, first, sums, states),
@@ -112,17 +114,25 @@ class MemberChooser(TokenChooser):
             part.first,
             **options,
         )
-        return self._best_of_members(pairs)
+        return self._best_of_members(pairs, num_rows)
 
-    def _best_of_members(self, pairs: torch.Tensor) -> torch.Tensor:
-        """Return the token of the largest value of any member. Shapes: pairs [N, 2] int32."""
-        part, num_rows = self._part, len(pairs)
+    def _pairs(self, num_rows: int) -> torch.Tensor:
+        return torch.empty(_padded(num_rows), 2, dtype=torch.int32, device=self._device.torch_device)
+
+    def _best_of_members(self, pairs: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Return the token of the largest value of any member. Shapes: pairs [N or more, 2] int32."""
+        part = self._part
         tokens = torch.empty(num_rows, dtype=torch.int64, device=pairs.device)
         if num_rows:
             options = {"COUNT": part.members.count, "OVERLAPS": self._device.has_dependent_launch, "num_warps": 1}
-            given = (part.members.gathered(pairs), tokens, num_rows, part.size, part.vocab_size)
+            given = (self._gathered(pairs), tokens, len(pairs), part.size, part.vocab_size)
             _best_of_members[(num_rows,)](*given, **options, **self._device.launch_options)
         return tokens
+
+
+def _padded(num_rows: int) -> int:
+    """Return so many rows, or a few more, that two numbers each are pushed, see `PushedSums.gathered`."""
+    return -(-num_rows // _ROWS) * _ROWS
 
 
 _AS_THEY_ARE = ["num_tiles", "num_rows", "step", "first_token"]
@@ -142,9 +152,14 @@ def _best_of_members(pairs, tokens, num_rows, num_logits, vocab_size, COUNT: tl.
 
 
 @triton.jit
+def _padded_rows(num_rows):
+    return (num_rows + _PADDING - 1) // _PADDING * _PADDING
+
+
+@triton.jit
 def _highest_of(found, row, num_rows, COUNT: tl.constexpr):
     """Return the largest of a row's values of all members."""
-    stride = 2 * ((num_rows + 3) // 4 * 4)
+    stride = 2 * _padded_rows(num_rows)
     value = tl.load(found + row)
     for member in tl.static_range(1, COUNT):
         value = tl.maximum(value, tl.load(found + member * stride + row))
@@ -262,7 +277,7 @@ def _add_by_digit(
             shift = _DIGIT_BITS * (tl.where(is_of_k, _NUM_DIGITS, _LAST) - 1 - step)
             farthest = tl.full((), _ANY_DISTANCE, tl.int32)
             if (step == 0) & (row_k > 0):
-                pivot = _highest_of(found + (num_rows + 3) // 4 * 4, row, num_rows, COUNT)
+                pivot = _highest_of(found + _padded_rows(num_rows), row, num_rows, COUNT)
                 farthest = distances(pivot, row_highest, scale)
             for begin in range(begins, tl.minimum(begins + num_tiles * TILE, num_logits), TILE):
                 token = begin + tl.arange(0, TILE)

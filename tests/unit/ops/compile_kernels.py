@@ -371,6 +371,8 @@ def call_member_sums() -> None:
     for rows in (1, 128):
         sums(torch.empty(rows, 4096, dtype=BF16), torch.empty(rows, 4096, dtype=BF16))
     sums(*torch.empty(2, 64, 2))  # squares of a norm over all heads
+    for rows in (8, 64):  # of draws
+        sums.gathered(torch.empty(rows, 1024, dtype=torch.int32))
 
 
 def call_experts(workspace: Workspace) -> None:
