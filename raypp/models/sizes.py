@@ -16,6 +16,7 @@ from typing import NamedTuple
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer, ModulesConfig
 from raypp.models.config import MeasuredLayer, ModelConfig
 from raypp.models.quantization import Quantization
+from raypp.ops.sample.draw_sizes import digit_bytes
 
 STATE_BYTES = {"float32": 4, "bfloat16": 2}
 LOGIT_BYTES = 4  # whatever the model's type, see `raypp.ops.backend.KernelSet.lm_head`
@@ -189,9 +190,8 @@ def lm_head_bytes(config: ModelConfig, dtype_bytes: int) -> int:
 
 
 def logit_row_bytes(config: ModelConfig) -> int:
-    """Return the bytes of one row's logits; where members draw, of its own part and of all parts, too."""
-    of_members = (1 + config.num_members) * config.vocab_rows if config.num_members > 1 else 0
-    return (config.vocab_size + of_members) * LOGIT_BYTES
+    """Return the bytes of one row's logits on a member; where there are several, of what they exchange to draw, too."""
+    return config.vocab_rows * LOGIT_BYTES + digit_bytes(config.num_members)
 
 
 def parameter_counts(config: ModelConfig) -> tuple[int, int]:

@@ -57,6 +57,10 @@ def make_first_sums(
     for rows in (1, 8):  # of a norm over all heads
         x = torch.zeros(rows, 2, device=device)
         sums(x, torch.zeros_like(x))
+    num_words = 16  # of what draws gather
+    while num_words * 4 <= (0 if memory is None else memory.max_bytes):
+        sums.gathered(torch.zeros(num_words, dtype=torch.int32, device=device))
+        num_words *= 2
     if is_invariant:
         generator = torch.Generator(device).manual_seed(members.rank)
         x = torch.randn(2 * most_rows + 3, hidden_size, generator=generator, device=device).to(dtype)

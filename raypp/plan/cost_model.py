@@ -19,7 +19,8 @@ from operator import add, mul
 
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import LOGIT_BYTES, LayerSize, kv_bytes_per_token, layer_sizes, lm_head_bytes
+from raypp.models.sizes import LayerSize, kv_bytes_per_token, layer_sizes, lm_head_bytes
+from raypp.ops.sample.draw_sizes import exchanged_bytes
 from raypp.plan.hardware import H200, Gpu
 from raypp.scheduler.step_budget import RooflineCost, StageTimes, StepWork, amounts, step_ms
 
@@ -45,7 +46,7 @@ _SUM_US = ((1, 3.3), (16, 4.3), (64, 7.5), (128, 12.0), (256, 30.0))
 much more."""
 _SUM_COLUMNS = 4096
 _SUMS_PER_LAYER = 2
-_JOINED_BYTES_PER_MS = 2e8  # of other members' logits over NVLink where rows draw, copying included: an estimate
+_DRAW_MS, _DRAWN_BYTES_PER_MS = 0.05, 2e8  # of the exchanges by which members draw, over NVLink: an estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +157,7 @@ def estimated_costs(
     head_ms += num_proposed * _GPU_PROPOSAL_MS
     if model.num_members > 1:
         sums_ms = layer_sums_ms(model, num_tokens)
-        others = (model.num_members - 1) * model.vocab_rows * LOGIT_BYTES
-        head_ms += num_decode_tokens * others / _JOINED_BYTES_PER_MS
+        head_ms += _DRAW_MS + num_decode_tokens * exchanged_bytes(model.num_members) / _DRAWN_BYTES_PER_MS
     return StepCosts(
         layers=[
             num_bytes / bytes_per_ms

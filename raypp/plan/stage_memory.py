@@ -482,11 +482,11 @@ def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> i
     layer_bytes = tokens * widest * dtype_bytes
     most_positions = num_rows * (1 + config.speculative.max_drafts)
     num_logits = min(most_positions, max(tokens, num_rows))
-    logits_bytes = num_logits * (logit_row_bytes(model) + model.vocab_size * _REPORT_BYTES)
+    logits_bytes = num_logits * (logit_row_bytes(model) + model.vocab_rows * _REPORT_BYTES)
     num_table_rows = config.scheduler.max_num_seqs + NUM_PADDING_ROWS
     table_bytes = num_table_rows * (_SAMPLER_ROW_BYTES + model.vocab_size * _SAMPLER_BITS // 8)
     mask_bytes = most_positions * model.vocab_size // 8
-    chosen_bytes = table_bytes + mask_bytes + draw_bytes(most_positions, model.vocab_size)
+    chosen_bytes = table_bytes + mask_bytes + draw_bytes(most_positions, model.vocab_size, model.num_members)
     return max(layer_bytes, logits_bytes) + chosen_bytes + expanded_bytes(config, model, dtype_bytes)
 
 

@@ -10,6 +10,7 @@ import random
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,10 @@ def _cases(num_tokens: int, count: int = 12) -> list[Case]:
     return [Case([rng.randrange(128) for _ in range(rng.randint(1, 100))], params) for _ in range(count)]
 
 
-def _generate(llm: LLM, num_tokens: int) -> list[list[int]]:
+def _generate(llm: LLM, num_tokens: int, **params: Any) -> list[list[int]]:
     cases = _cases(num_tokens)
-    outputs = llm.generate([{"prompt_token_ids": case.prompt} for case in cases], cases[0].params)
+    asked = replace(cases[0].params, **params)
+    outputs = llm.generate([{"prompt_token_ids": case.prompt} for case in cases], asked)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -68,6 +70,19 @@ def test_two_members_say_what_one_gpu_says_but_for_rounding(model):
         assert all(stage["num_unrecorded"]["rows"] == 0 for stage in llm.stats()["stages"])
     cases = [(case, case) for case in _cases(24)]
     num_parted_at_ties(Path(model), cases, list(zip(expected, found, strict=True)), TIE)
+
+
+def test_draws_of_one_token_are_greedy(model):
+    with LLM(model, **MEMBERS, **SETTINGS) as llm:
+        expected = _generate(llm, 24)
+        for truncation in ({"top_k": 1}, {"top_p": 1e-6}, {"top_k": 20, "top_p": 1e-6, "min_p": 0.5}, {"min_p": 1.0}):
+            found = _generate(llm, 24, temperature=1.0, seed=7, **truncation)
+            cases = [(case, case) for case in _cases(24)]
+            num_parted_at_ties(Path(model), cases, list(zip(expected, found, strict=True)), TIE)
+        drawn = _generate(llm, 24, temperature=0.9, seed=7, top_k=20, top_p=0.95)
+        assert [len(text) for text in drawn] == [24] * len(expected)
+        assert drawn != expected
+        assert all(stage["num_unrecorded"]["rows"] == 0 for stage in llm.stats()["stages"])
 
 
 def test_members_start_from_empty_caches(model, tmp_path, monkeypatch):

@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 from answer_comparison import MAX_LOGPROB_GAP, Comparison
 from foreseeing import Foreseeing
-from handing_over import Answer, MortalEngines
-from request_kinds import make_with_tokens, requests_of_all_kinds, tokenizer
+from handing_over import Answer, Asked, MortalEngines
+from request_kinds import SCHEMA, make_with_tokens, requests_of_all_kinds, tokenizer, tokens_of
 from sizes import IS_FULL, sized
 
 from raypp import LLM, SamplingParams
 from raypp.config.engine_config import EngineConfig
+from raypp.models.config import load_model_config
+from raypp.models.registry import resolve_model_path
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.stage import speculation
@@ -164,6 +166,59 @@ def test_texts_stay_with_drafts_and_late_masks(count, rate, undisturbed_of, monk
     assert all(met[what] for what in ("preempted", "late masks", "accepted"))
     print(f"\n{comparison.num_tokens} tokens are equal, {comparison.num_excused} near-ties excused")
     assert comparison.num_excused <= max(1, comparison.num_tokens // 1000)
+
+
+def _truncated() -> list[Asked]:
+    """Return draws of few tokens and of most, from flat logits, under masks, and with all that changes logits."""
+    rng, some = random.Random(1), list(range(5, 200))
+    eos = frozenset(load_model_config(resolve_model_path("tiny")).eos_token_ids)
+    truncations: list[dict[str, Any]] = [
+        {"top_k": 1},
+        {"top_p": 1e-6},
+        {"min_p": 0.2},
+        {"top_k": 20, "top_p": 0.95, "temperature": 0.6},
+        {"top_p": 0.9, "temperature": 2.0},
+        {"top_k": 300, "top_p": 0.5, "min_p": 0.01},
+        {"top_k": 1000000},
+    ]
+    changes: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.4, "logprobs": 3},
+        {"logit_bias": {token: 3.0 for token in some[:40]}, "allowed_token_ids": some},
+        {"bad_words": ["self", "return"], "min_tokens": 12, "ignore_eos": False},
+        {"structured_outputs": {"regex": r"([a-z]{2,9} ){9}[0-9]{6}"}, "ignore_eos": False},
+        {"structured_outputs": {"json_schema": SCHEMA}, "ignore_eos": False},
+    ]
+    words = tuple(tuple(tokens_of(word).tolist()) for word in ("self", "return"))
+    return [
+        Asked(
+            f"{truncation} {list(change)}",
+            tokens_of(rng.choice(["def main(", "import os", "class Node:"])),
+            SamplingParams(
+                **{"max_tokens": 24, "temperature": 1.0, "seed": rng.getrandbits(40), "ignore_eos": True}
+                | truncation
+                | change
+            ),
+            eos,
+            bad_words=words if "bad_words" in change else (),
+        )
+        for truncation in truncations
+        for change in changes
+    ]
+
+
+@pytest.mark.parametrize(("count", "num_stages"), [(2, 1), (4, 2), _full(2, 2), _full(4, 1), _full(3, 1)])
+def test_truncated_draws_are_those_of_one_member(count, num_stages, undisturbed_of):
+    path, _ = undisturbed_of(IN_CI)
+    members = {"tensor_parallel_size": count, "num_stages": num_stages, "num_kv_blocks": 400}
+    expected, found = (
+        MortalEngines(_engines(path, [settings], None), tokenizer().decode, random.Random(0)).answer(_truncated())
+        for settings in ({}, members)
+    )
+    comparison = Comparison(path)
+    comparison.compare(found, expected)
+    print(f"\n{comparison.num_tokens} tokens are equal, {comparison.num_excused} near-ties excused")
+    assert comparison.num_excused <= 1
 
 
 @pytest.mark.parametrize(("count", "num_stages"), [(2, 2), _full(4, 1), _full(4, 3)])

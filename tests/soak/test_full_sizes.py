@@ -46,6 +46,7 @@ FULL: dict[str, dict[str, str]] = {
     "tests/unit/graphs/test_same_bits.py": {"TEST_GRAPH_SEEDS": "12", "TEST_SIZES": "all"},
     "tests/unit/ops/test_attention.py": {"TEST_SIZES": "all"},
     "tests/unit/ops/test_kernels.py": {"TEST_SIZES": "all"},
+    "tests/unit/ops/test_member_choices.py": {"TEST_SIZES": "all"},
     "tests/unit/ops/test_invariance_check.py": {"TEST_SIZES": "all"},
     "tests/unit/ops/test_kernels_compile.py": {"TEST_SIZES": "all"},
     "tests/unit/ops/test_quantized_models.py": {"TEST_SIZES": "all"},

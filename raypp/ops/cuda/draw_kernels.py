@@ -6,13 +6,13 @@ Greedy tokens take one launch, in which the last program of a row compares what 
                            of a truncated row, a pivot that at least top_k tokens reach
     gather   (row, part)   of a truncated row the tokens that reach the pivot, and the weight of the whole vocabulary
                            if top-p needs it; other rows are drawn here
-    finish   (row)         of a truncated row with few gathered tokens, the lowest logit that stays, and the draw
+    finish   (row)         of a truncated row with few gathered tokens, which of them stay, and the draw
     search   (row)         the same for a row with many; it reads the whole row, more than once, where there was no
                            room for all, or where they weigh too little for top-p
 
 So logits are read twice and never sorted, and noise is computed for tokens that may be drawn. The pivot is the k-th
-highest of the blocks' highest logits: k tokens reach it, and mostly few more. The lowest logit that stays is found bit
-by bit, as an integer in the order of the logits: the highest one that enough tokens reach, or tokens of enough weight.
+highest of the blocks' highest logits: k tokens reach it, and mostly few more. Up to which distance from the most likely
+token they stay is found bit by bit, see `raypp.ops.cuda.thresholds`. Members of a stage: `raypp.ops.cuda.member_draws`.
 
 Of equally likely tokens the one with the lowest id wins, in whatever order the parts finish.
 """
@@ -27,14 +27,15 @@ import triton.language as tl
 
 from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
 from raypp.ops.cuda.thresholds import (
-    amount_of_row,
-    least_of_row,
-    least_of_vector,
+    distances,
+    farthest_of_row,
+    farthest_of_vector,
     load_logits,
     logits_of,
     scale_of,
     sortable_of,
     value_of,
+    weight_of_row,
     weights,
 )
 from raypp.ops.sample import truncation as twin
@@ -74,7 +75,7 @@ def gumbel(key, token):
     return -tl.log(-log_rest)
 
 
-_TILE = 2048
+TILE = 2048
 _MIN_PART = 4096
 _MAX_PARTS = tl.constexpr(1024)
 _MIN_BLOCK = 8
@@ -83,8 +84,9 @@ _FEW = 1024
 _SEARCHED_TILE = 4096
 _PIVOT_BITS = tl.constexpr(24)
 _HIGHEST_BIT = tl.constexpr(1 << 31)
+_MINUS_INFINITY = tl.constexpr(0x007FFFFF)
 
-_MOST = tl.constexpr(2.0**twin.WEIGHT_BITS)
+MOST = tl.constexpr(2.0**twin.WEIGHT_BITS)
 
 
 class TokenChooser:
@@ -105,19 +107,17 @@ class TokenChooser:
 
     def greedy(self, logits: AdjustedLogits) -> torch.Tensor:
         """Return each position's most likely token, int64 [N]. Shapes: logits [N, V] contiguous."""
-        return self.best(logits)[1]
+        tokens = torch.empty(len(logits.own), dtype=torch.int64, device=logits.own.device)
+        self._find_best(logits, tokens, IS_PART=False)
+        return tokens
 
-    def best(self, logits: AdjustedLogits) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each position's highest logit, float32 [N], and its token, int64 [N], -1 if it is not finite."""
+    def _find_best(self, logits: AdjustedLogits, into: torch.Tensor, **options: bool) -> None:
         num_rows, vocab_size = logits.own.shape
-        tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.own.device)
-        highest = torch.empty(num_rows, device=logits.own.device)
         if num_rows:
             part, num_parts = self._parts(num_rows, vocab_size)
-            given = (*_tensors(logits), highest, tokens, *self._results_of_parts(num_rows * num_parts))
-            launch = self._launch_options(logits)
-            _best[(num_rows, num_parts)](*given, vocab_size, part // _TILE, TILE=_TILE, **launch)
-        return highest, tokens
+            given = (*_tensors(logits), into, *self._results_of_parts(num_rows * num_parts))
+            launch = self._launch_options(logits) | options
+            _best[(num_rows, num_parts)](*given, vocab_size, part // TILE, TILE=TILE, **launch)
 
     def draw(
         self,
@@ -138,34 +138,53 @@ class TokenChooser:
         tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.own.device)
         if not num_rows:
             return tokens
-        if self._truncated is None:
-            self._truncated = _Truncated(self._max_rows, vocab_size, logits.own.device)
+        given, between = arguments_of(logits, rows, tables), self._between(vocab_size, ROOM)
+        self._survey(logits, given, tokens, between, vocab_size)
         part, num_parts = self._parts(num_rows, vocab_size)
-        given = (*_tensors(logits), rows, tables.temperature, tables.top_k, tables.top_p, tables.min_p)
-        between = self._truncated.tensors()
         parts = self._results_of_parts(num_rows * num_parts)
-        sizes = (vocab_size, part // _TILE)
+        sizes = (vocab_size, part // TILE)
         launch = self._launch_options(logits)
-        _survey[(num_rows, num_parts)](
-            *given,
-            tokens,
-            *between,
-            *parts,
-            *sizes,
-            TILE=_TILE,
-            BLOCK=self._truncated.block,
-            NUM_BLOCKS=self._truncated.num_blocks,
-            PADDED_BLOCKS=triton.next_power_of_2(self._truncated.num_blocks),
-            **launch,
-        )
         _gather[(num_rows, num_parts)](
-            *given, tables.seed, positions, tokens, *between, *parts, *sizes, TILE=_TILE, ROOM=ROOM, **launch
+            *given, tables.seed, positions, tokens, *between, *parts, *sizes, TILE=TILE, ROOM=ROOM, **launch
         )
         by_row = (*given, tables.seed, positions, tokens, *between, vocab_size)
         rooms = {"ROOM": ROOM, "FEW": _FEW}
         _finish[(num_rows,)](*by_row, **rooms, **launch)
         _search[(num_rows,)](*by_row, **rooms, TILE=_SEARCHED_TILE, **(launch | {"num_warps": 32}))
         return tokens
+
+    def _between(self, vocab_size: int, room: int) -> tuple[torch.Tensor, ...]:
+        """Return the buffers between the launches of a draw."""
+        if self._truncated is None:
+            self._truncated = _Truncated(self._max_rows, vocab_size, room, self._device.torch_device)
+        return self._truncated.tensors()
+
+    def _survey(
+        self,
+        logits: AdjustedLogits,
+        given: tuple[torch.Tensor, ...],
+        tokens: torch.Tensor,
+        between: tuple[torch.Tensor, ...],
+        vocab_size: int,
+    ) -> None:
+        """Find the best token of each row, its logit and, if the row is truncated, a pivot."""
+        num_rows, num_logits = logits.own.shape
+        part, num_parts = self._parts(num_rows, num_logits)
+        assert self._truncated is not None
+        _survey[(num_rows, num_parts)](
+            *given,
+            tokens,
+            *between,
+            *self._results_of_parts(num_rows * num_parts),
+            num_logits,
+            part // TILE,
+            vocab_size,
+            TILE=TILE,
+            BLOCK=self._truncated.block,
+            NUM_BLOCKS=self._truncated.num_blocks,
+            PADDED_BLOCKS=triton.next_power_of_2(self._truncated.num_blocks),
+            **self._launch_options(logits),
+        )
 
     def _launch_options(self, logits: AdjustedLogits) -> dict[str, Any]:
         overlaps, has_changed = self._device.has_dependent_launch, logits.is_changed is not None
@@ -182,7 +201,7 @@ class TokenChooser:
     def _parts(self, num_rows: int, vocab_size: int) -> tuple[int, int]:
         """Return the tokens of a part, and the parts of a row: about four programs per processor."""
         wanted = max(1, min(triton.cdiv(vocab_size, _MIN_PART), 4 * self._device.num_processors // num_rows))
-        part = triton.cdiv(triton.cdiv(vocab_size, wanted), _TILE) * _TILE
+        part = triton.cdiv(triton.cdiv(vocab_size, wanted), TILE) * TILE
         num_parts = triton.cdiv(vocab_size, part)
         assert num_parts <= _MAX_PARTS.value
         return part, num_parts
@@ -191,9 +210,9 @@ class TokenChooser:
 class _Truncated:
     """Buffers by row through which the launches of a draw hand results on."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, vocab_size: int, room: int, device: torch.device) -> None:
         self.block = max(triton.next_power_of_2(triton.cdiv(vocab_size, MAX_NUM_BLOCKS - 1)), _MIN_BLOCK)
-        self.num_blocks = triton.cdiv(vocab_size, _TILE) * (_TILE // self.block)
+        self.num_blocks = triton.cdiv(vocab_size, TILE) * (TILE // self.block)
 
         def floats(*shape: int) -> torch.Tensor:
             return torch.empty(shape, device=device)
@@ -202,8 +221,8 @@ class _Truncated:
         self._block_highest = floats(max_rows, self.num_blocks)
         self._num_gathered = torch.empty(max_rows, dtype=torch.int32, device=device)
         self._total_weights = torch.empty(max_rows, dtype=torch.int64, device=device)
-        self._gathered = floats(max_rows, ROOM)
-        self._gathered_tokens = torch.empty(max_rows, ROOM, dtype=torch.int32, device=device)
+        self._gathered = floats(max_rows, room)
+        self._gathered_tokens = torch.empty(max_rows, room, dtype=torch.int32, device=device)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Return all, in the order in which kernels take them."""
@@ -225,26 +244,31 @@ def _tensors(logits: AdjustedLogits) -> tuple[torch.Tensor, torch.Tensor, torch.
     return logits.own, logits.changed, logits.is_changed
 
 
+def arguments_of(logits: AdjustedLogits, rows: torch.Tensor, tables: RowTables) -> tuple[torch.Tensor, ...]:
+    """Return the first arguments of each kernel that draws."""
+    return (*_tensors(logits), rows, tables.temperature, tables.top_k, tables.top_p, tables.min_p)
+
+
 _BY_ROW = ["rows", "positions"]
 """Of which a program touches an element: where they begin is not worth a kernel of its own."""
 
 
 @triton.jit
-def _better(value, token, other_value, other_token):
+def better(value, token, other_value, other_token):
     """Return the better of two tokens: the likelier, then the lower."""
     takes_other = (other_value > value) | ((other_value == value) & (other_token < token))
     return tl.where(takes_other, other_value, value), tl.where(takes_other, other_token, token)
 
 
 @triton.jit
-def _best_of(values, tokens):
+def best_of(values, tokens):
     """Return the best of a vector of tokens."""
     value = tl.max(values, 0)
     return value, tl.min(tl.where(values == value, tokens, 0x7FFFFFFF), 0)
 
 
 @triton.jit
-def _best_of_parts(value, token, row, values, tokens, counters):
+def best_of_parts(value, token, row, values, tokens, counters):
     """Return whether this program is the row's last, and then the best of all parts."""
     part, num_parts = tl.program_id(1), tl.num_programs(1)
     tl.store(values + row * num_parts + part, value)
@@ -255,7 +279,7 @@ def _best_of_parts(value, token, row, values, tokens, counters):
         inside = index < num_parts
         all_values = tl.load(values + row * num_parts + index, mask=inside, other=-float("inf"), cache_modifier=".cg")
         all_tokens = tl.load(tokens + row * num_parts + index, mask=inside, other=0x7FFFFFFF, cache_modifier=".cg")
-        value, token = _best_of(all_values, all_tokens)
+        value, token = best_of(all_values, all_tokens)
     return is_last, value, token
 
 
@@ -265,9 +289,16 @@ def _store_token(tokens, row, token, vocab_size):
 
 
 @triton.jit
-def _store_best(tokens, row, value, token, vocab_size):
+def store_best(tokens, row, value, token, vocab_size):
     """Store the most likely token; -1 where logits are not finite."""
     _store_token(tokens, row, tl.where(value == float("inf"), -1, token), vocab_size)
+
+
+@triton.jit
+def store_pair(pairs, row, value, token):
+    """Store a value and its token, int32 each."""
+    tl.store(pairs + 2 * row, value.to(tl.int32, bitcast=True))
+    tl.store(pairs + 2 * row + 1, token)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])  # one kernel for any number of rows
@@ -275,13 +306,13 @@ def _best(
     logits,
     changed,
     is_changed,
-    highest,
-    tokens,
+    into,
     part_values,
     part_tokens,
     counters,
     vocab_size,
     num_tiles,
+    IS_PART: tl.constexpr,
     TILE: tl.constexpr,
     HAS_CHANGED: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -296,16 +327,18 @@ def _best(
     for begin in range(first, tl.minimum(first + num_tiles * TILE, vocab_size), TILE):
         token = begin + offset
         value = load_logits(of_row, token, vocab_size)
-        best_value, best_token = _better(best_value, best_token, value, token)
-    value, token = _best_of(best_value, best_token)
-    is_last, value, token = _best_of_parts(value, token, row, part_values, part_tokens, counters)
+        best_value, best_token = better(best_value, best_token, value, token)
+    value, token = best_of(best_value, best_token)
+    is_last, value, token = best_of_parts(value, token, row, part_values, part_tokens, counters)
     if is_last:
-        _store_best(tokens, row, value, token, vocab_size)
-        tl.store(highest + row, value)
+        if IS_PART:
+            store_pair(into, row, value, token)
+        else:
+            store_best(into, row, value, token, vocab_size)
 
 
 @triton.jit
-def _truncation_of(of, temperature, top_k, top_p, vocab_size):
+def truncation_of(of, temperature, top_k, top_p, vocab_size):
     """Return a row's temperature, top_k (0 when it takes all), top_p, and whether it has either of these."""
     row_temperature = tl.load(temperature + of)
     row_k, row_p = tl.load(top_k + of), tl.load(top_p + of)
@@ -334,8 +367,9 @@ def _survey(
     part_values,
     part_tokens,
     counters,
-    vocab_size,
+    num_logits,
     num_tiles,
+    vocab_size,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
@@ -350,20 +384,20 @@ def _survey(
     best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
     start(OVERLAPS)
     of = tl.load(rows + row)
-    of_row = logits_of(row, logits, changed, is_changed, vocab_size, HAS_CHANGED)
-    _row_temperature, row_k, _row_p, is_truncated = _truncation_of(of, temperature, top_k, top_p, vocab_size)
+    of_row = logits_of(row, logits, changed, is_changed, num_logits, HAS_CHANGED)
+    _row_temperature, row_k, _row_p, is_truncated = truncation_of(of, temperature, top_k, top_p, vocab_size)
     of_blocks = block_highest + row * NUM_BLOCKS
-    for begin in range(first, tl.minimum(first + num_tiles * TILE, vocab_size), TILE):
+    for begin in range(first, tl.minimum(first + num_tiles * TILE, num_logits), TILE):
         token = begin + offset
-        value = load_logits(of_row, token, vocab_size)
-        best_value, best_token = _better(best_value, best_token, value, token)
+        value = load_logits(of_row, token, num_logits)
+        best_value, best_token = better(best_value, best_token, value, token)
         if is_truncated:
             of_tile = tl.max(tl.reshape(value, (TILE // BLOCK, BLOCK)), 1)
             tl.store(of_blocks + begin // BLOCK + tl.arange(0, TILE // BLOCK), of_tile)
-    value, token = _best_of(best_value, best_token)
-    is_last, value, token = _best_of_parts(value, token, row, part_values, part_tokens, counters)
+    value, token = best_of(best_value, best_token)
+    is_last, value, token = best_of_parts(value, token, row, part_values, part_tokens, counters)
     if is_last:
-        _store_best(tokens, row, value, token, vocab_size)
+        store_best(tokens, row, value, token, num_logits)
         tl.store(highest + row, value)
         if is_truncated:
             block = tl.arange(0, PADDED_BLOCKS)
@@ -376,8 +410,8 @@ def _survey(
                 higher = pivot | bit
                 bit = bit >> 1
                 pivot = tl.where(tl.sum((sortable >= higher).to(tl.int32), 0) >= rank, higher, pivot)
-            # All bits 0: the blocks are fewer than top_k, and the integer is no number.
-            tl.store(pivots + row, tl.where(pivot == 0, -float("inf"), value_of(pivot)))
+            # Below that of -inf the integer is no number: fewer blocks than top_k have a token that may be drawn.
+            tl.store(pivots + row, tl.where(pivot < _MINUS_INFINITY, -float("inf"), value_of(pivot)))
             tl.store(num_gathered + row, 0)
             tl.store(total_weights + row, tl.full((), 0, tl.int64))
 
@@ -419,17 +453,18 @@ def _gather(
     start(OVERLAPS)
     of = tl.load(rows + row)
     of_row = logits_of(row, logits, changed, is_changed, vocab_size, HAS_CHANGED)
-    row_temperature, row_k, _row_p, is_truncated = _truncation_of(of, temperature, top_k, top_p, vocab_size)
+    row_temperature, row_k, _row_p, is_truncated = truncation_of(of, temperature, top_k, top_p, vocab_size)
     row_highest = tl.load(highest + row)
     scale = scale_of(tl.where(row_temperature == 0.0, 1.0, row_temperature))
     is_finite = row_highest < float("inf")
     if is_truncated & is_finite:
-        pivot = tl.load(pivots + row)
+        pivot = distances(tl.load(pivots + row), row_highest, scale)
         weight = tl.full((TILE,), 0, tl.int64)
         for begin in range(first, last, TILE):
             token = begin + offset
             value = load_logits(of_row, token, vocab_size)
-            reaches = (value >= pivot) & (token < vocab_size)
+            distance = distances(value, row_highest, scale)
+            reaches = (distance <= pivot) & (token < vocab_size)
             num_reaching = tl.sum(reaches.to(tl.int32), 0)
             if num_reaching > 0:
                 place = tl.atomic_add(num_gathered + row, num_reaching)
@@ -438,12 +473,12 @@ def _gather(
                 tl.store(gathered + row * ROOM + place, value, mask=has_room)
                 tl.store(gathered_tokens + row * ROOM + place, token, mask=has_room)
             if row_k == 0:
-                weight += weights(value, row_highest, scale)
+                weight += weights(distance)
         if row_k == 0:
             tl.atomic_add(total_weights + row, tl.sum(weight, 0))
     elif (row_temperature != 0.0) & is_finite:
         key = key_of(seeds, positions, row, of)
-        least_weight = tl.load(min_p + of).to(tl.float64) * _MOST
+        least_weight = tl.load(min_p + of).to(tl.float64) * MOST
         best_value = tl.full((TILE,), -float("inf"), tl.float32)
         best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
         for begin in range(first, last, TILE):
@@ -451,11 +486,11 @@ def _gather(
             logit = load_logits(of_row, token, vocab_size)
             value = (logit - row_highest) / row_temperature + gumbel(key, token)
             if least_weight > 0.0:
-                stays = weights(logit, row_highest, scale).to(tl.float64) >= least_weight
+                stays = weights(distances(logit, row_highest, scale)).to(tl.float64) >= least_weight
                 value = tl.where(stays, value, -float("inf"))
-            best_value, best_token = _better(best_value, best_token, value, token)
-        value, token = _best_of(best_value, best_token)
-        is_last, value, token = _best_of_parts(value, token, row, part_values, part_tokens, counters)
+            best_value, best_token = better(best_value, best_token, value, token)
+        value, token = best_of(best_value, best_token)
+        is_last, value, token = best_of_parts(value, token, row, part_values, part_tokens, counters)
         if is_last:
             _store_token(tokens, row, token, vocab_size)
 
@@ -487,22 +522,22 @@ def _draw_gathered(
     inside = index < count
     logit = tl.load(gathered + row * ROOM + index, mask=inside, other=-float("inf"))
     token = tl.load(gathered_tokens + row * ROOM + index, mask=inside, other=0x7FFFFFFF)
-    weight = tl.where(inside, weights(logit, row_highest, scale), 0)
-    sortable = tl.where(inside, sortable_of(logit), 0)
-    least = tl.full((), 0, tl.uint32)
+    distance = distances(logit, row_highest, scale)
+    weight = tl.where(inside, weights(distance), 0)
+    farthest = tl.full((), 0x7FFFFFFF, tl.int32)
     total = tl.load(total_weights + row)
     if row_k > 0:
-        least = least_of_vector(sortable, inside.to(tl.int64), row_k.to(tl.float64))
-        total = tl.sum(tl.where(sortable >= least, weight, 0), 0)
+        farthest = farthest_of_vector(distance, inside.to(tl.int64), row_k.to(tl.float64))
+        total = tl.sum(tl.where(distance <= farthest, weight, 0), 0)
     limit = total.to(tl.float64) * row_p.to(tl.float64)
     is_enough = tl.where(row_k > 0, count >= row_k, tl.sum(weight, 0).to(tl.float64) >= limit)
     if is_enough:
         if row_p < 1.0:
-            least = tl.maximum(least, least_of_vector(sortable, weight, limit))
-        stays = inside & (sortable >= least)
-        stays &= weight.to(tl.float64) >= tl.load(min_p + of).to(tl.float64) * _MOST
+            farthest = tl.minimum(farthest, farthest_of_vector(distance, weight, limit))
+        stays = inside & (distance <= farthest)
+        stays &= weight.to(tl.float64) >= tl.load(min_p + of).to(tl.float64) * MOST
         value = (logit - row_highest) / row_temperature + gumbel(key_of(seeds, positions, row, of), token)
-        value, best = _best_of(tl.where(stays, value, -float("inf")), token)
+        value, best = best_of(tl.where(stays, value, -float("inf")), token)
         _store_token(tokens, row, best, vocab_size)
     return is_enough
 
@@ -536,7 +571,7 @@ def _finish(
     row = tl.program_id(0)
     start(OVERLAPS)
     of = tl.load(rows + row)
-    row_temperature, row_k, row_p, is_truncated = _truncation_of(of, temperature, top_k, top_p, vocab_size)
+    row_temperature, row_k, row_p, is_truncated = truncation_of(of, temperature, top_k, top_p, vocab_size)
     if is_truncated & (tl.load(highest + row) < float("inf")):
         count = tl.load(num_gathered + row)
         if count <= FEW:
@@ -579,7 +614,7 @@ def _search(
     start(OVERLAPS)
     of = tl.load(rows + row)
     of_row = logits_of(row, logits, changed, is_changed, vocab_size, HAS_CHANGED)
-    row_temperature, row_k, row_p, is_truncated = _truncation_of(of, temperature, top_k, top_p, vocab_size)
+    row_temperature, row_k, row_p, is_truncated = truncation_of(of, temperature, top_k, top_p, vocab_size)
     count = tl.load(num_gathered + row)
     is_truncated &= tl.load(highest + row) < float("inf")
     is_drawn = not is_truncated
@@ -593,26 +628,27 @@ def _search(
     if not is_drawn:
         row_highest = tl.load(highest + row)
         scale = scale_of(row_temperature)
-        least = tl.full((), 0, tl.uint32)
+        farthest = tl.full((), 0x7FFFFFFF, tl.int32)
         if row_k > 0:
             wanted = row_k.to(tl.float64)
-            least = least_of_row(of_row, vocab_size, row_highest, scale, wanted, True, TILE)
+            farthest = farthest_of_row(of_row, vocab_size, row_highest, scale, wanted, True, TILE)
         if row_p < 1.0:
-            left = amount_of_row(of_row, vocab_size, row_highest, scale, least, TILE)
+            left = weight_of_row(of_row, vocab_size, row_highest, scale, farthest, TILE)
             wanted = left.to(tl.float64) * row_p.to(tl.float64)
-            least_of_p = least_of_row(of_row, vocab_size, row_highest, scale, wanted, False, TILE)
-            least = tl.maximum(least, least_of_p)
+            of_p = farthest_of_row(of_row, vocab_size, row_highest, scale, wanted, False, TILE)
+            farthest = tl.minimum(farthest, of_p)
         key = key_of(seeds, positions, row, of)
-        least_weight = tl.load(min_p + of).to(tl.float64) * _MOST
+        least_weight = tl.load(min_p + of).to(tl.float64) * MOST
         best_value = tl.full((TILE,), -float("inf"), tl.float32)
         best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
         for begin in range(0, vocab_size, TILE):
             token = begin + tl.arange(0, TILE)
             logit = load_logits(of_row, token, vocab_size)
-            stays = (sortable_of(logit) >= least) & (token < vocab_size)
-            stays &= weights(logit, row_highest, scale).to(tl.float64) >= least_weight
+            distance = distances(logit, row_highest, scale)
+            stays = (distance <= farthest) & (token < vocab_size)
+            stays &= weights(distance).to(tl.float64) >= least_weight
             value = (logit - row_highest) / row_temperature + gumbel(key, token)
             value = tl.where(stays, value, -float("inf"))
-            best_value, best_token = _better(best_value, best_token, value, token)
-        value, best = _best_of(best_value, best_token)
+            best_value, best_token = better(best_value, best_token, value, token)
+        value, best = best_of(best_value, best_token)
         _store_token(tokens, row, best, vocab_size)

@@ -9,6 +9,7 @@ import triton.language as tl
 from raypp.ops.cuda.adjust_kernel import LogitAdjuster, remember
 from raypp.ops.cuda.draw_kernels import TokenChooser
 from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
+from raypp.ops.cuda.member_draws import MemberChooser
 from raypp.ops.cuda.thresholds import load_logits
 from raypp.ops.cuda.verify_kernels import hold
 from raypp.ops.row_tokens import StepTokens
@@ -181,7 +182,7 @@ def _report(
                 tl.store(logprobs + into + 1 + index, best - normalizer)
 
 
-class KernelTokenChoice(TokenChooser):
+class KernelTokenChoice:
     """See `raypp.ops.sample.token_choice.TokenChoice`. Buffers are made at first use, before recording.
 
     Args:
@@ -194,7 +195,8 @@ class KernelTokenChoice(TokenChooser):
     def __init__(
         self, max_positions: int, device: Device, workspace: Workspace, part: VocabularyPart | None = None
     ) -> None:
-        super().__init__(max_positions, device, workspace)
+        sizes = (max_positions, device, workspace)
+        self._chooser = TokenChooser(*sizes) if part is None else MemberChooser(*sizes, part)
         self._part = part
         self._device = device
         self._max_positions = max_positions
@@ -212,10 +214,7 @@ class KernelTokenChoice(TokenChooser):
 
     def greedy(self, logits: AdjustedLogits) -> torch.Tensor:
         """Return each position's most likely token, int64 [N]. Shapes: logits [N, V] or [N, C] contiguous."""
-        highest, tokens = self.best(logits)
-        if self._part is None:
-            return tokens
-        return self._part.greedy(highest, tokens)
+        return self._chooser.greedy(logits)
 
     def draw(
         self,
@@ -226,13 +225,8 @@ class KernelTokenChoice(TokenChooser):
         *,
         truncates: bool = True,
     ) -> torch.Tensor:
-        """Return a draw per position, int64 [N]; members draw from the joined logits: rows that truncate need all."""
-        if self._part is not None:
-            own, changed, is_changed = logits.own, logits.changed, logits.is_changed
-            if changed is not None and is_changed is not None:
-                own = torch.where(is_changed[: len(own)].unsqueeze(1) != 0, changed[: len(own)], own)
-            logits = AdjustedLogits(self._part.joined(own))
-        return super().draw(logits, rows, positions, tables, truncates=truncates)
+        """Return a draw per position, int64 [N]. Shapes: as of `greedy`."""
+        return self._chooser.draw(logits, rows, positions, tables, truncates=truncates)
 
     def remember(self, tokens: StepTokens, needs: torch.Tensor, history: TokenHistory, *, counts: bool) -> None:
         """Write tokens to the history of rows that need it."""

@@ -2,6 +2,7 @@
 
     x --> packets (4 bytes of x, the number of the sum) --> a place for this rank in each other member's memory
     own x, and packets of the others as they come       --> sum in the order of ranks, + residual --> x
+                                                            or the parts of all members, side by side
 
 A packet is written and read as one word of 8 bytes, so its number says that its bytes are there: no flag and no fence.
 Sums take two halves of the memory in turn. A member can only be one sum ahead: each waits for parts of all, and its
@@ -53,21 +54,36 @@ class PushedSums:
         assert x.is_contiguous()
         if x.nbytes <= most_bytes:
             if x.nbytes:
-                self._push_and_sum(memory, x, residual)
+                self._add(memory, x, residual)
         elif self._device.is_invariant:
             num_rows = most_bytes // (x.nbytes // len(x))
             for own, rest in zip(x.split(num_rows), residual.split(num_rows), strict=True):
-                self._push_and_sum(memory, own, rest)
+                self._add(memory, own, rest)
         else:
             self._members.sum_(x).add_(residual)
         return x
 
-    def _push_and_sum(self, memory: MemberMemory, x: torch.Tensor, residual: torch.Tensor) -> None:
-        num_words, num_programs, device = x.nbytes >> 2, len(memory.counts), self._device
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all members by rank, [count, ...].
+
+        Shapes: x [...] contiguous, int32 or float32; of 16 numbers, or a multiple, for one size of kernels to do.
+        """
+        memory = None if self._members.is_alone else self._members.memory
+        if memory is None or x.nbytes > memory.max_bytes or x.numel() % 16 or not x.numel():
+            return self._members.gathered(x)
+        of_all = x.new_empty(self._members.count, *x.shape)
+        self._launch(memory, x.view(torch.int32), of_all.view(torch.int32), tl.int32)
+        return of_all
+
+    def _add(self, memory: MemberMemory, x: torch.Tensor, residual: torch.Tensor) -> None:
+        self._launch(memory, x.view(torch.int32), residual.contiguous().view(torch.int32), _TYPES[x.dtype])
+
+    def _launch(self, memory: MemberMemory, x: torch.Tensor, other: torch.Tensor, element: tl.dtype) -> None:
+        num_programs, device, num_words = len(memory.counts), self._device, x.nbytes >> 2
         block = max(_LEAST_WORDS, triton.next_power_of_2(triton.cdiv(num_words, num_programs)))
         _push_and_sum[(num_programs,)](
-            x.view(torch.int32),
-            residual.contiguous().view(torch.int32),
+            x,
+            other,
             memory.addresses,
             memory.counts,
             memory.stop,
@@ -76,7 +92,7 @@ class PushedSums:
             COUNT=self._members.count,
             MOST_WORDS=memory.max_bytes >> 2,
             BLOCK=block,
-            TYPE=_TYPES[x.dtype],
+            TYPE=element,
             POLLS=_POLLS,
             OVERLAPS=device.has_dependent_launch,
             num_warps=4 if block <= _MOST_WORDS_OF_FEW_WARPS else 8,
@@ -109,7 +125,7 @@ def _is_missing(packet, number, inside):
 @triton.jit
 def _push_and_sum(
     x,
-    residual,
+    other,  # the residual, or where parts go
     addresses,
     counts,
     stop,
@@ -151,15 +167,19 @@ def _push_and_sum(
                     if tl.load(stop, volatile=True) != 0:
                         missing = 0
             word = packet.to(tl.int32)
-        low_part, high_part = _halves(word, TYPE)
-        low += low_part
-        high += high_part
-    low_part, high_part = _halves(tl.load(residual + place, mask=inside, other=0), TYPE)
-    if TYPE == tl.float32:  # noqa: SIM300
-        bits = (low + low_part).to(tl.int32, bitcast=True)
-    else:
-        low_bits = (low + low_part).to(TYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        bits = ((high + high_part).to(TYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16) | low_bits
-    tl.store(x + place, bits, mask=inside)
+        if TYPE == tl.int32:  # noqa: SIM300
+            tl.store(other + rank * num_words + place, word, mask=inside)
+        else:
+            low_part, high_part = _halves(word, TYPE)
+            low += low_part
+            high += high_part
+    if TYPE != tl.int32:  # noqa: SIM300
+        low_part, high_part = _halves(tl.load(other + place, mask=inside, other=0), TYPE)
+        if TYPE == tl.float32:  # noqa: SIM300
+            bits = (low + low_part).to(tl.int32, bitcast=True)
+        else:
+            low_bits = (low + low_part).to(TYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            bits = ((high + high_part).to(TYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16) | low_bits
+        tl.store(x + place, bits, mask=inside)
     tl.debug_barrier()  # all threads have read the count
     tl.store(counts + program, number)

@@ -1,7 +1,7 @@
-"""Functions for kernels that find the threshold of a truncated row bit by bit. Twin: `raypp.ops.sample.truncation`.
+"""Functions for kernels that find which tokens of a row stay. Twin: `raypp.ops.sample.truncation`.
 
-Logits are turned into integers of the same order. The threshold is the highest integer that enough tokens reach, or
-tokens of enough weight.
+Tokens stay up to a distance: the largest one so that fewer tokens than wanted are nearer, or tokens of less weight. It
+is found bit by bit.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ import triton
 import triton.language as tl
 
 from raypp.ops.sample import truncation as twin
+from raypp.ops.sample.draw_sizes import DIGIT_BITS, NUM_DIGITS
 
-_HIGHEST_BIT = tl.constexpr(1 << 31)
-_FIRST_UNIT = tl.constexpr(1 << 30)
+_NUM_BITS = DIGIT_BITS * NUM_DIGITS
+_DISTANCE_BITS = tl.constexpr(_NUM_BITS)
+_HIGHEST_BIT = tl.constexpr(1 << (_NUM_BITS - 1))
+_BIT_PAIRS = tl.constexpr((_NUM_BITS + 1) // 2)  # of an odd number of bits
 _FRACTION_BITS = tl.constexpr(twin.FRACTION_BITS)
 _FRACTION = tl.constexpr((1 << twin.FRACTION_BITS) - 1)
 _TO_32_BITS = tl.constexpr(32 - twin.FRACTION_BITS)
 _LOG2_E = tl.constexpr(twin.LOG2_E)
-_LEAST_EXPONENT = tl.constexpr(twin.LEAST_EXPONENT)
+_FARTHEST = tl.constexpr(twin.FARTHEST)
+_MOST = tl.constexpr(twin.MOST)
 _ONE = tl.constexpr(1 << twin.POWER_BITS)
 _SHIFT = tl.constexpr(twin.WEIGHT_BITS - twin.POWER_BITS)
 _POWER_1, _POWER_2, _POWER_3, _POWER_4, _POWER_5 = (tl.constexpr(value) for value in twin.POWER_OF_TWO)
@@ -40,9 +44,15 @@ def load_logits(of_row, token, vocab_size):
 
 
 @triton.jit
-def weights(values, highest, scale):
+def distances(values, highest, scale):
+    """Return how much less likely tokens are than the most likely one, int32."""
+    return -tl.maximum((values - highest) * scale, -_FARTHEST).to(tl.int32)
+
+
+@triton.jit
+def weights(distance):
     """Return each token's weight, int64; all of it in integers, as the twin has it."""
-    exponent = tl.maximum((values - highest) * scale, _LEAST_EXPONENT).to(tl.int32)
+    exponent = -distance
     fraction = ((exponent & _FRACTION) << _TO_32_BITS).to(tl.uint32, bitcast=True)
     power = tl.umulhi(tl.full(fraction.shape, _POWER_5, tl.uint32), fraction) + _POWER_4
     power = tl.umulhi(power, fraction) + _POWER_3
@@ -56,7 +66,7 @@ def weights(values, highest, scale):
 @triton.jit
 def scale_of(temperature):
     """Return what turns a difference of logits into its power of two."""
-    return tl.div_rn(tl.full((), _LOG2_E, tl.float32), temperature)
+    return tl.minimum(tl.div_rn(tl.full((), _LOG2_E, tl.float32), temperature), _MOST)
 
 
 @triton.jit
@@ -74,56 +84,56 @@ def value_of(sortable):
 
 
 @triton.jit
-def least_of_vector(sortable, amounts, wanted):
-    """Return the highest integer that tokens reach whose amounts sum to at least `wanted`. Shapes: both [N]."""
-    least, bit = tl.full((), 0, tl.uint32), tl.full((), _HIGHEST_BIT, tl.uint32)
-    for _pass in range(32):
-        higher = least | bit
-        reaching = tl.sum(tl.where(sortable >= higher, amounts, 0), 0)
-        least = tl.where(reaching.to(tl.float64) >= wanted, higher, least)
+def farthest_of_vector(distance, amounts, wanted):
+    """Return the largest distance so that tokens which are nearer amount to less than `wanted`. Shapes: both [N]."""
+    farthest, bit = tl.full((), 0, tl.int32), tl.full((), _HIGHEST_BIT, tl.int32)
+    for _pass in range(_DISTANCE_BITS):
+        farther = farthest | bit
+        nearer = tl.sum(tl.where(distance < farther, amounts, 0), 0)
+        farthest = tl.where(nearer.to(tl.float64) < wanted, farther, farthest)
         bit = bit >> 1
-    return least
+    return farthest
 
 
 @triton.jit
-def _amounts(values, token, vocab_size, row_highest, scale, COUNTS: tl.constexpr):
-    """Return what `_least_of_row` sums: 1 for each token of the vocabulary, or its weight."""
+def _amounts(distance, token, vocab_size, COUNTS: tl.constexpr):
+    """Return what `farthest_of_row` sums: 1 for each token of the vocabulary, or its weight."""
     if COUNTS:
         return (token < vocab_size).to(tl.int64)
-    return weights(values, row_highest, scale)
+    return weights(distance)
 
 
 @triton.jit
-def amount_of_row(of_row, vocab_size, row_highest, scale, least, TILE: tl.constexpr):
-    """Return the weight of a row's tokens that reach an integer."""
+def weight_of_row(of_row, vocab_size, row_highest, scale, farthest, TILE: tl.constexpr):
+    """Return the weight of a row's tokens up to a distance."""
     offset = tl.arange(0, TILE)
     amount = tl.full((TILE,), 0, tl.int64)
     for begin in range(0, vocab_size, TILE):
         value = load_logits(of_row, begin + offset, vocab_size)
-        amount += tl.where(sortable_of(value) >= least, weights(value, row_highest, scale), 0)
+        distance = distances(value, row_highest, scale)
+        amount += tl.where(distance <= farthest, weights(distance), 0)
     return tl.sum(amount, 0)
 
 
 @triton.jit
-def least_of_row(of_row, vocab_size, row_highest, scale, wanted, COUNTS: tl.constexpr, TILE: tl.constexpr):
+def farthest_of_row(of_row, vocab_size, row_highest, scale, wanted, COUNTS: tl.constexpr, TILE: tl.constexpr):
     """Return the same of a whole row, two bits at each pass over it."""
     offset = tl.arange(0, TILE)
-    least = tl.full((), 0, tl.uint32)
-    unit = tl.full((), _FIRST_UNIT, tl.uint32)
-    for _pass in range(16):
+    farthest = tl.full((), 0, tl.int32)
+    unit = tl.full((), _HIGHEST_BIT, tl.int32)
+    for _pass in range(_BIT_PAIRS):
         once = tl.full((TILE,), 0, tl.int64)
         twice, thrice = once, once
         for begin in range(0, vocab_size, TILE):
             token = begin + offset
-            value = load_logits(of_row, token, vocab_size)
-            amount = _amounts(value, token, vocab_size, row_highest, scale, COUNTS)
-            sortable = sortable_of(value)
-            once += tl.where(sortable >= least + unit, amount, 0)
-            twice += tl.where(sortable >= least + 2 * unit, amount, 0)
-            thrice += tl.where(sortable >= least + 3 * unit, amount, 0)
-        digit = (tl.sum(once, 0).to(tl.float64) >= wanted).to(tl.uint32)
-        digit += (tl.sum(twice, 0).to(tl.float64) >= wanted).to(tl.uint32)
-        digit += (tl.sum(thrice, 0).to(tl.float64) >= wanted).to(tl.uint32)
-        least += digit * unit
+            distance = distances(load_logits(of_row, token, vocab_size), row_highest, scale)
+            amount = _amounts(distance, token, vocab_size, COUNTS)
+            once += tl.where(distance < farthest + unit, amount, 0)
+            twice += tl.where(distance < farthest + 2 * unit, amount, 0)
+            thrice += tl.where(distance < farthest + 3 * unit, amount, 0)
+        digit = (tl.sum(once, 0).to(tl.float64) < wanted).to(tl.int32)
+        digit += (tl.sum(twice, 0).to(tl.float64) < wanted).to(tl.int32)
+        digit += (tl.sum(thrice, 0).to(tl.float64) < wanted).to(tl.int32)
+        farthest += digit * unit
         unit = unit >> 2
-    return least
+    return farthest

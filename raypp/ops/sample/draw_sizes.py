@@ -14,8 +14,28 @@ MAX_SCORED = 128
 MAX_REPORTED = 20
 """The most likely tokens whose log-probabilities a full graph reports; of more, torch reports."""
 
+DIGIT_BITS = 9
+NUM_DIGITS = 3
+"""Of the distance up to which tokens stay, see `raypp.ops.sample.truncation`."""
+_BYTES_OF_DIGIT = 8 << DIGIT_BITS
 
-def draw_bytes(max_positions: int, vocab_size: int) -> int:
-    """Return the bytes of draws at so many positions, and of their changed logits."""
-    changed = min(max_positions, MAX_CHANGED_POSITIONS) * vocab_size * 4
-    return changed + max_positions * (8 * min(ROOM, vocab_size) + 4 * MAX_NUM_BLOCKS)
+
+def draw_bytes(max_positions: int, vocab_size: int, num_members: int = 1) -> int:
+    """Return the bytes that are kept for draws at so many positions and for their changed logits, on one member."""
+    num_logits = -(-vocab_size // num_members)
+    changed = min(max_positions, MAX_CHANGED_POSITIONS) * num_logits * 4
+    room = 8 * min(ROOM, vocab_size) if num_members == 1 else 0
+    return changed + max_positions * (room + 4 * MAX_NUM_BLOCKS)
+
+
+def digit_bytes(num_members: int) -> int:
+    """Return the bytes of a position's counts and weights by digits, while members draw; 0 of one.
+
+    A member has its own ones twice, in turns, and those of all three times: the first, the last, and what comes.
+    """
+    return (2 + 3 * num_members) * 2 * _BYTES_OF_DIGIT if num_members > 1 else 0
+
+
+def exchanged_bytes(num_members: int) -> int:
+    """Return what a member gets from the others for a draw: counts for top-k, and weights for this and for top-p."""
+    return (num_members - 1) * (NUM_DIGITS + NUM_DIGITS + NUM_DIGITS - 1) * _BYTES_OF_DIGIT

@@ -137,24 +137,28 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, 
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
-def mask_truncated(logits: torch.Tensor, temperature: torch.Tensor, truncation: Truncation) -> torch.Tensor:
+def mask_truncated(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    truncation: Truncation,
+    part: VocabularyPart | None = None,
+    highest: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return tempered logits, with those of tokens that may not be drawn at -inf.
 
-    Shapes: logits [R, V]; temperature [R] float32. Rows of temperature 0 are not truncated.
+    Shapes: see `draw_scores`. Rows of temperature 0 are not truncated.
     """
-    is_greedy = temperature == 0
-    kept = may_draw(logits.to(torch.float32), torch.where(is_greedy, 1.0, temperature), truncation)
-    return temper(logits, temperature).masked_fill_(~(kept | is_greedy.unsqueeze(1)), -torch.inf)
+    is_greedy, logits = temperature == 0, logits.to(torch.float32)
+    highest = logits.amax(dim=-1) if highest is None else highest
+    given = (logits, highest, torch.where(is_greedy, 1.0, temperature), truncation)
+    kept = may_draw(*given) if part is None else may_draw(*given, part.total)
+    return temper(logits, temperature, highest).masked_fill_(~(kept | is_greedy.unsqueeze(1)), -torch.inf)
 
 
-def sample_greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Return each row's most likely token, int64 [R]; -1 where logits are not finite. Shapes: logits [R, V]."""
-    return logits.argmax(dim=-1).masked_fill_(not_finite(logits), -1)
-
-
-def not_finite(logits: torch.Tensor) -> torch.Tensor:
-    """Return which rows have a logit that is NaN or infinite, bool [R]; -inf is that of a banned token."""
-    return ~(logits.amax(dim=-1) < torch.inf)
+def sample_greedy(logits: torch.Tensor, part: VocabularyPart | None = None) -> torch.Tensor:
+    """Return each row's most likely token, int64 [R]; -1 where logits are not finite. Shapes: see `draw_scores`."""
+    highest, tokens = _best(logits, part)
+    return tokens.masked_fill_(~(highest < torch.inf), -1)
 
 
 def temper(logits: torch.Tensor, temperature: torch.Tensor, highest: torch.Tensor | None = None) -> torch.Tensor:
@@ -174,13 +178,21 @@ def sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     truncation: Truncation | None = None,
+    part: VocabularyPart | None = None,
 ) -> torch.Tensor:
     """Draw each row's token from its tempered, truncated distribution; rows of temperature 0 take the most likely one.
 
     Shapes: see `draw_scores`. Returns: int64 [R], -1 where logits are not finite. Never synchronizes with the host.
     """
-    scores = draw_scores(logits, temperature, seeds, positions, truncation)
-    return scores.argmax(dim=-1).masked_fill_(not_finite(logits), -1)
+    highest, _ = _best(logits, part)
+    scores = draw_scores(logits, temperature, seeds, positions, truncation, part, highest)
+    _, tokens = _best(scores, part)
+    return tokens.masked_fill_(~(highest < torch.inf), -1)
+
+
+def _best(values: torch.Tensor, part: VocabularyPart | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's largest value and its token, the lowest of equals, both [R]."""
+    return values.max(dim=-1) if part is None else part.best(values)
 
 
 def draw_scores(
@@ -189,19 +201,20 @@ def draw_scores(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     truncation: Truncation | None = None,
+    part: VocabularyPart | None = None,
+    highest: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the scores of a draw, float32 [R, V], whose largest wins: tempered, truncated logits with noise.
 
-    Shapes: logits [R, V]; temperature [R] float32; seeds, positions [R] int64; truncation, or None when no row
-    truncates. No noise where the temperature is 0.
+    Shapes: logits [R, V], [R, C] of a part; temperature [R] float32; seeds, positions [R] int64; truncation, or None
+    when no row truncates; highest [R], the rows' highest logits of all parts, if there are any. No noise where the
+    temperature is 0.
     """
-    logits = temper(logits, temperature) if truncation is None else mask_truncated(logits, temperature, truncation)
-    return _with_noise(logits, temperature, seeds, positions)
-
-
-def _with_noise(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, first: int = 0
-) -> torch.Tensor:
+    first = 0 if part is None else part.first
+    if truncation is None:
+        logits = temper(logits, temperature, highest)
+    else:
+        logits = mask_truncated(logits, temperature, truncation, part, highest)
     noise = gumbel_noise(seeds, positions, logits.shape[1], first)
     return logits + noise.masked_fill_((temperature == 0).unsqueeze(1), 0.0)
 
@@ -297,9 +310,7 @@ class TorchTokenChoice:
 
     def greedy(self, logits: AdjustedLogits) -> torch.Tensor:
         """Return each position's most likely token."""
-        if self._part is None:
-            return sample_greedy(logits.own)
-        return self._part.greedy(*logits.own.max(dim=-1))
+        return sample_greedy(logits.own, self._part)
 
     def draw(
         self,
@@ -316,11 +327,4 @@ class TorchTokenChoice:
         if truncates:
             top_k, top_p, min_p = (table.index_select(0, rows) for table in (tables.top_k, tables.top_p, tables.min_p))
             truncation = top_k, top_p, min_p
-        part, own = self._part, logits.own
-        if part is not None and not truncates:
-            highest, _ = part.best(*own.max(dim=-1))
-            scores = _with_noise(temper(own, temperature, highest), temperature, seeds, positions, part.first)
-            return part.best(*scores.max(dim=-1))[1].masked_fill_(~(highest < torch.inf), -1)
-        if part is not None:
-            own = part.joined(own)
-        return sample(own, temperature, seeds, positions, truncation)
+        return sample(logits.own, temperature, seeds, positions, truncation, self._part)

@@ -1,8 +1,10 @@
 """The part of the vocabulary whose logits one member of a stage has, and how members choose from all parts.
 
-    greedy, untruncated draws    each member's best value and its token
-    truncated draws              all logits, joined; on GPUs, of all rows of a step in which one draws
-    log-probabilities            each member's sum, rank and most likely tokens
+    greedy, draws        each member's best value and its token
+    top-k, top-p         sums by digits of the distance, see `raypp.ops.sample.truncation`
+    log-probabilities    each member's sum, rank and most likely tokens
+
+What is exchanged, and how often, depends on the number of positions and on what is chosen, never on the logits.
 
 N positions, C logits of a member, M members.
 """
@@ -67,22 +69,21 @@ class VocabularyPart:
         own = look_up(places.clamp(0, self.size - 1))
         return self.members.sum_(own.masked_fill_(~is_own.unsqueeze(1), 0.0))
 
-    def best(self, values: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def best(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the largest value of any member (NaN if there is one), float32 [N], and its lowest token, int64 [N].
 
-        Shapes: values [N] float32, of this member; places [N], of its logits.
+        Shapes: values [N, C] float32, of this member's tokens.
         """
-        pairs = torch.stack((values.view(torch.int32), (places + self.first).to(torch.int32)), 1)
-        of_all = self.members.gathered(pairs)
+        own, places = values.max(dim=-1)
+        of_all = self.members.gathered(torch.stack((own.view(torch.int32), (places + self.first).to(torch.int32)), 1))
         found, tokens = of_all[:, :, 0].view(torch.float32), of_all[:, :, 1]
         highest = found.amax(0)
         has_it = (found == highest) | found.isnan()  # which is the largest to torch, too
         return highest, tokens.masked_fill(~has_it, _NO_TOKEN).amin(0).to(torch.int64)
 
-    def greedy(self, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of `best`, -1 where the logits were not finite, int64 [N]."""
-        highest, tokens = self.best(values, places)
-        return tokens.masked_fill_(~(highest < torch.inf), -1)
+    def total(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the members. Shapes: sums int64 [N, B]."""
+        return self.members.gathered(sums.view(torch.int32)).view(torch.int64).sum(0)
 
     def chosen(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits of some tokens, of whichever members, [N, 1]. Shapes: logits [N, C]; tokens [N] int64."""
@@ -90,11 +91,6 @@ class VocabularyPart:
         own = logits.gather(1, places.clamp(0, self.size - 1))
         own = own.masked_fill((places < 0) | (places >= self.size), -torch.inf)
         return self.members.gathered(own).amax(0)
-
-    def joined(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return all members' logits side by side, [N, V]. Shapes: logits [N, C]."""
-        of_all = self.members.gathered(logits)
-        return of_all.transpose(0, 1).reshape(len(logits), -1)[:, : self.vocab_size].contiguous()
 
 
 def hide_padding(logits: torch.Tensor, part: VocabularyPart | None) -> torch.Tensor:

@@ -330,7 +330,9 @@ def call_all(workspace: Workspace) -> None:
     chooser.report(logits, integers, integers, row_tables.num_reported)
     part: Any = VocabularyPart(TwoMembers(), 2 * logits.shape[1])
     member = KernelTokenChoice(32, DEVICE, workspace, part)
-    member.greedy(member.adjust(logits, asked))
+    for given in (AdjustedLogits(logits), member.adjust(logits, asked)):
+        member.greedy(given)
+        member.draw(given, integers, integers, row_tables)
     member.report(logits, integers, integers, row_tables.num_reported)
     generated = StepTokens(integers, integers, torch.zeros(32, 5), lengths)
     chooser.remember(generated, lengths, history, counts=True)
@@ -369,6 +371,8 @@ def call_member_sums() -> None:
     for rows in (1, 128):
         sums(torch.empty(rows, 4096, dtype=BF16), torch.empty(rows, 4096, dtype=BF16))
     sums(*torch.empty(2, 64, 2))  # squares of a norm over all heads
+    for rows in (8, 64):  # of draws
+        sums.gathered(torch.empty(rows, 1024, dtype=torch.int32))
 
 
 def call_experts(workspace: Workspace) -> None:

@@ -15,13 +15,17 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import kernel_checks as checks
 import torch
+from sizes import IS_FULL
 
 from raypp.ops.cuda.kernel_launch import Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.row_tokens import RowTokens, StepTokens
+from raypp.ops.sample.adjust import BANNED
+from raypp.ops.sample.draw_sizes import exchanged_bytes
 from raypp.ops.sample.tables import AdjustedLogits, Adjustments, PositionMasks, RowTables, Widths
 from raypp.ops.sample.token_choice import TokenChoice, TorchTokenChoice
 from raypp.ops.sample.token_history import TokenHistory
+from raypp.ops.sample.truncation import may_draw
 from raypp.ops.sample.vocabulary_part import VocabularyPart, hide_padding
 from raypp.row_params import Needs
 from raypp.specdec.table_bytes import row_tokens_width
@@ -29,6 +33,7 @@ from raypp.transport.host.host_members import ThreadMembers, thread_members
 
 NUM_ROWS = 9
 DEADLINE_S = 60.0
+FULL = pytest.mark.full
 
 
 class InTurns:
@@ -38,13 +43,13 @@ class InTurns:
 
     def __init__(self, member: ThreadMembers, turn: threading.Lock) -> None:
         self.rank, self.count = member.rank, member.count
-        self.num_bytes = 0  # that others got from it
+        self.num_bytes: list[int] = []  # that others got from it
         self._member, self._turn = member, turn
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         self._turn.release()
         try:
-            self.num_bytes += x.nbytes * (self.count - 1)
+            self.num_bytes.append(x.nbytes * (self.count - 1))
             return self._member.gathered(x)
         finally:
             self._turn.acquire()
@@ -103,11 +108,11 @@ def _asked(vocab_size: int, seed: int) -> Adjustments:
     return Adjustments(rows, positions, tables, history, Needs.ALL, Widths(16, 4, 32), masks)
 
 
-def _choices(kind: str) -> Callable[[VocabularyPart | None], TokenChoice]:
+def _choices(kind: str, num_rows: int = NUM_ROWS) -> Callable[[VocabularyPart | None], TokenChoice]:
     if kind == "torch":
         return TorchTokenChoice
     device = checks.Kernels(torch.float32).device
-    return lambda part: KernelTokenChoice(NUM_ROWS, device, Workspace(checks.DEVICE), part)
+    return lambda part: KernelTokenChoice(num_rows, device, Workspace(checks.DEVICE), part)
 
 
 @pytest.mark.parametrize("kind", ["torch", "kernels"])
@@ -146,7 +151,7 @@ def test_members_choose_what_one_would(kind, count, vocab_size):
 def test_scores_of_no_allowed_token_yield_the_first():
     def best(member: Any) -> int:
         part = VocabularyPart(member, 10)
-        return part.best(torch.tensor([torch.nan]), torch.zeros(1, dtype=torch.int64))[1].item()
+        return part.best(torch.full((1, part.size), torch.nan))[1].item()
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(best, thread_members(2, DEADLINE_S))) == [0, 0]
@@ -163,4 +168,121 @@ def test_a_greedy_row_brings_eight_bytes_to_each_other_member():
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(choose, members)) == [0, 0]
-    assert [each.num_bytes for each in members] == [8 * NUM_ROWS] * 2
+    assert [each.num_bytes for each in members] == [[8 * NUM_ROWS]] * 2
+
+
+SETTINGS = [  # top_k, top_p, min_p, temperature; a row each
+    (1, 1.0, 0.0, 0.7),
+    (20, 0.95, 0.0, 0.6),
+    (0, 0.9, 0.0, 1.0),
+    (0, 1e-6, 0.0, 1.0),
+    (0, 1.0, 0.1, 1.0),
+    (150, 0.6, 0.01, 1.7),
+    (300, 0.5, 0.0, 1.0),
+    (100_000, 1.0, 0.2, 1.0),
+    (0, 0.01, 0.0, 30.0),
+    (3, 0.7, 0.0, 2.0),
+    (0, 1.0, 0.5, 1e-37),
+    (2, 0.99, 0.0, 1e-4),
+    (5, 0.5, 0.0, 0.0),
+    (0, 1.0, 0.0, 1.0),
+]
+
+
+def _tables_of(settings: list[tuple[int, float, float, float]]) -> RowTables:
+    top_k, *others = zip(*settings, strict=True)
+    top_p, min_p, temperature = (torch.tensor(each, device=checks.DEVICE) for each in others)
+    return RowTables(
+        top_k=torch.tensor(top_k, dtype=torch.int32, device=checks.DEVICE),
+        top_p=top_p,
+        min_p=min_p,
+        temperature=temperature,
+        seed=torch.arange(len(settings), device=checks.DEVICE) * 7919 - 3,
+    )
+
+
+def _logits(vocab_size: int, count: int) -> dict[str, torch.Tensor]:
+    """Return logits whose cuts are hard to find, [rows, V] each."""
+    generator, shape = torch.Generator().manual_seed(count), (len(SETTINGS), vocab_size)
+    normal = torch.randn(shape, generator=generator)
+    few = torch.full(shape, -torch.inf)
+    few[:, vocab_size - 3 :] = normal[:, :3]  # all of the last member
+    banned = normal.clone()
+    banned[:, ::2] = BANNED
+    found = {
+        "peaked": normal * 5,
+        "flat": normal * 0.01,
+        "ties": (normal * 2).round(),
+        "all alike": torch.full(shape, 0.5),
+        "of one member": few,
+        "banned": banned,
+        "neighbours": 20.0 + torch.randint(0, 40, shape, generator=generator) * 2.0**-19,
+        "not finite": normal.index_fill(1, torch.tensor([vocab_size - 2]), torch.nan),
+    }
+    return {name: logits.to(checks.DEVICE) for name, logits in found.items()}
+
+
+def _by_members(count: int, vocab_size: int, choose: Callable[[VocabularyPart], Any]) -> tuple[list[Any], list[Any]]:
+    """Return what each member makes of its part, and the members."""
+    turn = threading.Lock()
+    members: list[Any] = [InTurns(each, turn) for each in thread_members(count, DEADLINE_S)]
+
+    def run(member: Any) -> Any:
+        with turn:
+            return choose(VocabularyPart(member, vocab_size))
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, members)), members
+
+
+def _own(logits: torch.Tensor, part: VocabularyPart) -> torch.Tensor:
+    own = torch.full((len(logits), part.size), -torch.inf, device=logits.device)
+    own[:, : part.num_tokens] = logits[:, part.first : part.first + part.num_tokens]
+    return own
+
+
+KINDS = [("torch", 2, 307), ("torch", 4, 9001), ("kernels", 2, 307), ("kernels", 2, 9001)]
+
+
+@pytest.mark.parametrize(("kind", "count", "vocab_size"), [*KINDS, pytest.param("kernels", 4, 307, marks=FULL)])
+def test_truncated_draws_are_those_of_one_member(kind, count, vocab_size):
+    """And the kernels draw as torch does. What is exchanged depends on the number of rows alone."""
+    rows, tables = torch.arange(len(SETTINGS), device=checks.DEVICE), _tables_of(SETTINGS)
+    make, exchanged = _choices(kind, len(SETTINGS)), set()
+    is_slow = kind == "kernels" and checks.DEVICE.type == "cpu" and not IS_FULL
+    for index, (name, logits) in enumerate(_logits(vocab_size, count).items()):
+        if is_slow and vocab_size > 5000 and name != "flat":
+            continue
+        for first in (index,) if is_slow else range(8):
+            positions = rows * 31 + first
+            asked = rows, positions, tables
+            expected = make(None).draw(AdjustedLogits(logits), *asked)
+            drawn, members = _by_members(
+                count,
+                vocab_size,
+                lambda part, logits=logits, asked=asked: make(part).draw(AdjustedLogits(_own(logits, part)), *asked),
+            )
+            assert all(torch.equal(each, expected) for each in drawn), name
+            exchanged.update(tuple(member.num_bytes) for member in members)
+            twins = TorchTokenChoice().draw(AdjustedLogits(logits), *asked)
+            assert (twins != expected).sum() <= (0 if kind == "torch" else 1), "at a near-tie of noise"
+    [num_bytes] = exchanged
+    assert len(num_bytes) == {"torch": 8, "kernels": 7}[kind]
+    if kind == "kernels":
+        small = 2 * 8 * (-(-len(rows) // 8) * 8) * (count - 1)  # values and pivots, then scores and tokens
+        assert sum(num_bytes) == exchanged_bytes(count) * len(rows) + small
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_the_same_tokens_stay_of_parts(count):
+    vocab_size, tables = 307, _tables_of(SETTINGS)
+    for name, logits in _logits(vocab_size, count).items():
+        highest, temperature = logits.amax(-1), tables.temperature.clamp(min=1e-5)
+        asked = highest, temperature, (tables.top_k, tables.top_p, tables.min_p)
+
+        def stay(part: VocabularyPart, logits: torch.Tensor = logits, asked: Any = asked) -> torch.Tensor:
+            return may_draw(_own(logits, part), *asked, part.total)[:, : part.num_tokens]
+
+        if name != "not finite":
+            found, _ = _by_members(count, vocab_size, stay)
+            assert torch.equal(torch.cat(found, 1), may_draw(logits, *asked)), name

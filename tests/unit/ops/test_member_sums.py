@@ -28,10 +28,15 @@ class Member:
         self.stop = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         self.addresses = torch.zeros(count, dtype=torch.int64, device=DEVICE)
         self.summed_elsewhere: list[int] = []
+        self.gathered_elsewhere: list[int] = []
 
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
         self.summed_elsewhere.append(len(x))
         return x
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        self.gathered_elsewhere.append(len(x))
+        return torch.stack([x] * self.count)
 
 
 def members(count: int) -> list[Any]:
@@ -83,6 +88,23 @@ def test_large_sums_in_pieces_where_bits_must_not_depend_on_rows():
     assert torch.equal(own, expected)
     assert made[0].counts.tolist() == [2] * NUM_PROGRAMS
     assert not made[0].summed_elsewhere
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_parts_of_all_come_by_rank(count):
+    made, device = members(count), Device.of(DEVICE)
+    sums = [PushedSums(each, device) for each in made]
+    for number, shape in enumerate([(16,), (8, 2), (4, 128), (2, 16), (1024,)], 1):
+        parts = [torch.randint(-(2**31), 2**31, shape, device=DEVICE).to(torch.int32) for _ in range(count)]
+        for each in made:
+            for rank in range(each.rank + 1, count):
+                arrive(each, rank, parts[rank], number)
+            assert torch.equal(sums[each.rank].gathered(parts[each.rank]), torch.stack(parts))
+            assert each.counts.tolist() == [number] * NUM_PROGRAMS
+    assert not any(each.gathered_elsewhere for each in made)
+    for x in (torch.ones(1040, dtype=torch.int32), torch.ones(3)):  # too large, and of no multiple of 16
+        assert torch.equal(sums[0].gathered(x), torch.stack([x] * count))
+    assert made[0].gathered_elsewhere == [1040, 3]
 
 
 def test_a_stop_ends_waits():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raypp.ops.sample.truncation import WEIGHT_BITS, may_draw, weights
+from raypp.ops.sample.truncation import WEIGHT_BITS, distances, may_draw, weights
 
 VOCAB_SIZE = 3000
 SETTINGS = [
@@ -28,7 +28,7 @@ def _kept(logits: torch.Tensor, temperature: float, setting: tuple[int, float, f
         torch.full((rows,), top_p),
         torch.full((rows,), min_p),
     )
-    return may_draw(logits, torch.full((rows,), temperature), truncation)
+    return may_draw(logits, logits.amax(-1), torch.full((rows,), temperature), truncation)
 
 
 def _reference(logits: torch.Tensor, temperature: float, setting: tuple[int, float, float]) -> torch.Tensor:
@@ -61,6 +61,24 @@ def test_what_stays_is_what_a_sort_in_float64_leaves(setting):
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("scale", [0.001, 0.3, 6.0])
+def test_what_stays_is_what_few_are_nearer_than(setting, scale):
+    """The rule as it reads, token by token, in integers: no difference is allowed."""
+    top_k, top_p, min_p = setting
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(9)) * scale
+    logits[1], logits[2, 5:] = logits[1].round(), -torch.inf
+    distance = distances(logits, logits.amax(-1), torch.full((3,), 0.8))
+    weight = weights(distance)
+    is_nearer = distance.unsqueeze(1) < distance.unsqueeze(2)  # [row, token, other]
+    stays = is_nearer.sum(2) < (top_k or len(logits[0]))
+    left = (weight * stays).sum(1, keepdim=True).double()
+    nearer = (is_nearer * weight.unsqueeze(1)).sum(2)
+    stays &= (nearer.double() < torch.tensor(top_p).double() * left) | (top_p >= 1)
+    stays &= weight.double() >= torch.tensor(min_p).double() * 2.0**WEIGHT_BITS
+    assert torch.equal(_kept(logits, 0.8, setting), stays)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_equally_likely_tokens_stay_or_go_together(setting):
     logits = torch.randint(0, 7, (4, VOCAB_SIZE), generator=torch.Generator().manual_seed(5)).float()
     kept = _kept(logits, 0.8, setting)
@@ -86,7 +104,7 @@ def test_tokens_that_nothing_may_yield_are_the_last_to_stay():
 def test_weights_are_exponentials():
     below = -torch.rand(20_000, generator=torch.Generator().manual_seed(8)) * 20
     logits = torch.cat((torch.zeros(1), below)).unsqueeze(0)
-    got = weights(logits, torch.zeros(1), torch.tensor([0.7]))
+    got = weights(distances(logits, torch.zeros(1), torch.tensor([0.7])))
     expected = (logits.double() / 0.7).exp() * 2.0**WEIGHT_BITS
     assert got[0, 0] == 1 << WEIGHT_BITS
     # The exponent is a float32: 24 bits of up to 41.

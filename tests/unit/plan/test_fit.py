@@ -12,6 +12,7 @@ import pytest
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ModelLoadError, ResourceError
 from raypp.models.registry import resolve_config_path
+from raypp.ops.sample.draw_sizes import ROOM, digit_bytes
 from raypp.plan.engine_layout import block_bytes_by_group
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.fit import (
@@ -244,11 +245,11 @@ def test_each_member_of_a_stage_has_a_gpu_of_one_machine() -> None:
     assert [each.num_missing_gpus for each in alternatives(large)] == [1]
 
 
-def test_joined_logits_are_part_of_a_step() -> None:
-    """Each member's part, and those of all, beside the logits: float32, of as many rows as a step has logits."""
+def test_members_have_half_of_the_logits_and_sums_by_digits() -> None:
+    """Logits, changed ones, and 16 bytes of each while a step reports; one member keeps gathered tokens instead."""
     sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 256}  # logits are what takes the most
     one, two = (_fit("qwen3-0.6b", "2x24GB", tensor_parallel_size=count, **sizes).layout.memory[0] for count in (1, 2))
-    assert two.step_bytes - one.step_bytes == 256 * 3 * (151_936 // 2) * 4
+    assert one.step_bytes - two.step_bytes == 256 * (151_936 // 2 * (4 + 4 + 16) + 8 * ROOM - digit_bytes(2))
 
 
 def test_a_plan_for_described_gpus_is_told_as_one() -> None:
