@@ -96,6 +96,13 @@ def of_one_member(config: ModelConfig, count: int, *, part: str = "a stage", pat
     """
     if count == 1:
         return config
+    if config.measured is not None and not any(layer.cuts for layer in config.measured):
+        raise ConfigError(
+            "members of a stage would each have all weights of its layers, which transformers' modules cannot cut",
+            got=f"tensor_parallel_size={count}; {config.architecture}: neither attention nor an MLP that could be cut",
+            expected="tensor_parallel_size = 1",
+            hint="num_stages divides the layers",
+        )
     if why := _obstacle(config, count):
         possible = [other for other in range(1, _MOST + 1) if not _obstacle(config, other)]
         raise ConfigError(
@@ -136,15 +143,17 @@ def _mixer(layer: LayerMixer, count: int) -> LayerMixer:
 
 def _obstacle(config: ModelConfig, count: int) -> str | None:
     """Return what does not divide, None if all does."""
+    if config.measured is not None:
+        cuts = (cut for layer in config.measured for cut in layer.cuts)
+        return next((f"{n} {name}" for name, n, shared in cuts if n % count and not (shared and count % n == 0)), None)
     experts, sizes = config.experts, dict[str, int]()
     for mixer in config.attention:
-        layer = mixer.attention if isinstance(mixer, ModulesConfig) else mixer
-        if isinstance(layer, AttentionConfig):
-            if layer.num_kv_heads % count and count % layer.num_kv_heads:
-                return f"{layer.num_kv_heads} KV heads"
-            sizes["heads"] = layer.num_heads
-        elif isinstance(layer, GatedDeltaConfig):
-            sizes["heads of keys with a state"] = layer.num_k_heads
+        if isinstance(mixer, AttentionConfig):
+            if mixer.num_kv_heads % count and count % mixer.num_kv_heads:
+                return f"{mixer.num_kv_heads} KV heads"
+            sizes["heads"] = mixer.num_heads
+        elif isinstance(mixer, GatedDeltaConfig):
+            sizes["heads of keys with a state"] = mixer.num_k_heads
     if experts is None or experts.dense_layers or experts.is_beside_mlp:
         sizes["dimensions of the MLP"] = config.intermediate_size
     if experts is not None:

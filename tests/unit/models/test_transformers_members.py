@@ -11,9 +11,9 @@ from shrunken_models import make_shrunken
 
 from raypp.config.engine_config import EngineConfig
 from raypp.models import config as config_module
-from raypp.models.member_sizes import Member
+from raypp.models.member_sizes import Member, span_of
 from raypp.models.registry import build_model
-from raypp.models.transformers_members import Cut
+from raypp.models.transformers_members import Cut, Piece
 from raypp.models.transformers_probe import answer
 from raypp.models.weights import CheckpointWeights
 from raypp.ops.members import LoneMember
@@ -27,17 +27,32 @@ def _asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_module, "asked", lambda _, path, *given, **options: answer(path, *given, **options))
 
 
-@pytest.mark.parametrize("cut", [Cut(0), Cut(1), Cut(-1), Cut(1, num_packed=2), Cut(0, num_sharing=2)])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        Cut(-2, (Piece(16),)),
+        Cut(-1, (Piece(24),), is_of_inputs=True),
+        Cut(-1, (Piece(12), Piece(12))),
+        Cut(-2, (Piece(16, 2),)),
+        Cut(-2, (Piece(8), Piece(4, 2), Piece(4, 2))),
+    ],
+)
 def test_parts_of_all_members_are_the_whole(cut: Cut) -> None:
     whole, count = torch.arange(16 * 24).view(16, 24), 4
     parts = [cut.of(whole, Member(rank, count)) for rank in range(count)]
-    if cut.num_sharing > 1:
-        assert all(torch.equal(parts[rank], parts[rank + 1]) for rank in (0, 2))
-        parts = parts[::2]
-    by_member = [part.chunk(cut.num_packed, cut.dim) for part in parts]
-    assert torch.equal(
-        torch.cat([each[index] for index in range(cut.num_packed) for each in by_member], cut.dim), whole
-    )
+    found, begin = [], 0
+    for piece in cut.pieces:
+        size, times = piece.part(Member(0, count)).size, count // piece.num_kv_heads if piece.num_kv_heads else 1
+        of_piece = [part.narrow(cut.dim, begin, size) for part in parts]
+        for first in range(0, count, times):
+            assert all(torch.equal(of_piece[first], other) for other in of_piece[first : first + times])
+        found += of_piece[::times]
+        begin += size
+    assert torch.equal(torch.cat(found, cut.dim), whole)
+    if cut.is_of_inputs or cut.dim == -2:  # a product's weight: the same as blocks of outputs and inputs
+        for rank, part in enumerate(parts):
+            blocks = [map(span_of, each) for each in cut.blocks(16, 24, Member(rank, count))]
+            assert torch.equal(torch.cat([whole[rows.slice, columns.slice] for rows, columns in blocks]), part)
 
 
 @pytest.mark.parametrize(("model_type", "count"), [("mistral", 4), ("qwen3_moe", 2), ("deepseek_v3", 2)])
