@@ -98,10 +98,10 @@ def of_one_member(config: ModelConfig, count: int, *, part: str = "a stage", pat
         return config
     if config.measured is not None and not any(layer.cuts for layer in config.measured):
         raise ConfigError(
-            "members of a stage would each have all weights of its layers, which transformers' modules cannot cut",
-            got=f"tensor_parallel_size={count}; {config.architecture}: neither attention nor an MLP that could be cut",
+            "the members of a stage cannot share its weights: no attention, MLP or experts that raypp knows how to cut",
+            got=f"tensor_parallel_size={count}, {config.architecture}",
             expected="tensor_parallel_size = 1",
-            hint="num_stages divides the layers",
+            hint=f"num_stages={count} divides the layers instead",
         )
     if why := _obstacle(config, count):
         possible = [other for other in range(1, _MOST + 1) if not _obstacle(config, other)]

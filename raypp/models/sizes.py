@@ -108,6 +108,19 @@ def _part_bytes(form: Quantization, linear: MeasuredLinear, dtype_bytes: int) ->
     return linear.num_experts * replace(form, block=(rows, columns)).weight_bytes(num_outputs, num_inputs)
 
 
+def share_of_member(config: ModelConfig) -> float:
+    """Return the share of its layers' weights that a member of a stage of transformers' modules has."""
+    layers = config.measured or ()
+    own = sum(layer.num_parameters + layer.num_expert_parameters for layer in layers)
+    products = [each for layer in layers for each in (*layer.linears, *layer.experts)]
+    cut = sum(
+        each.num_outputs * each.num_inputs * each.num_experts
+        for each in products
+        if each.has_some_outputs or each.has_some_inputs
+    )
+    return own / (own + (config.num_members - 1) * cut)
+
+
 def linear_modules(config: ModelConfig, layer_index: int) -> list[str]:
     """Return the modules of a layer that may be quantized, below the layer's prefix: of products that are one, one."""
     return [product.module for products in _products(config, layer_index) for product in products]

@@ -36,6 +36,9 @@ _JOINED = "qkv_proj"
 _GATES = ("gate_proj", "g_proj")
 """Of what attention gives, for each of its elements."""
 _OUTPUTS = ("o_proj", "out_proj")
+_OUT_OF_LATENTS = "kv_b_proj"
+_OF_LATENTS = ("q_a_", "kv_a_")
+"""What names begin with that are alike for all heads."""
 _MLPS = (
     ("gate_proj", "up_proj", "down_proj"),
     ("w1", "w3", "w2"),
@@ -185,6 +188,10 @@ def parts_of(model: Any, layers: Iterable[nn.Module]) -> ModuleParts:
             for last, linear in linears.items():
                 name = f"{names[module]}.{last}"
                 _cut_as_planned(parts, name, linear, plan.get(_NUMBER.sub("*", name)), module, model.config)
+            for last, parameter in module.named_parameters(recurse=False):
+                name = f"{names[module]}.{last}"
+                if parameter.ndim == 1 and plan.get(_NUMBER.sub("*", name)) == "colwise":  # a number of each head
+                    parts.cuts[name] = Cut(-1, (Piece(len(parameter)),))
             is_one_of_many = bool(re.search(r"\.\d", names[module].removeprefix(names[layer])))
             if len(parts.cuts) == num_there and not is_one_of_many:
                 _cut_attention(parts, names[module], module, linears)
@@ -213,31 +220,34 @@ def _cut_as_planned(
 
 def _cut_attention(parts: ModuleParts, prefix: str, module: nn.Module, linears: Mapping[str, nn.Linear]) -> None:
     """Cut an attention by heads, if all that it has is known."""
-    head_dim, last = getattr(module, "head_dim", None), next((name for name in _OUTPUTS if name in linears), None)
+    head_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
+    last = next((name for name in _OUTPUTS if name in linears), None)
     if not isinstance(head_dim, int) or last is None:
         return
+    widths = {name: linear.out_features for name, linear in linears.items() if not name.startswith(_OF_LATENTS)}
     attended = linears[last].in_features
-    pieces: dict[str, tuple[Piece, ...]] = {name: (Piece(attended),) for name in _GATES if name in linears}
-    if _JOINED in linears:
-        of_kv = (linears[_JOINED].out_features - attended) // 2
+    pieces: dict[str, tuple[Piece, ...]] = {name: (Piece(width),) for name, width in widths.items() if name != last}
+    gates = {widths[name] for name in _GATES if name in pieces}
+    if _JOINED in pieces:
+        of_kv = (widths[_JOINED] - attended) // 2
         pieces[_JOINED] = (Piece(attended), *[Piece(of_kv, of_kv // head_dim)] * 2)
-    elif {"q_proj", *_OF_KV} <= linears.keys():
-        num_kv_heads = linears["k_proj"].out_features // head_dim
-        pieces |= {name: (Piece(linears[name].out_features, num_kv_heads),) for name in _OF_KV}
-        pieces["q_proj"] = (Piece(linears["q_proj"].out_features),)
-    else:
+    elif {"q_proj", *_OF_KV} <= pieces.keys():
+        pieces |= {name: (Piece(widths[name], widths["k_proj"] // head_dim),) for name in _OF_KV}
+    elif _OUT_OF_LATENTS not in pieces:
         return
-    num_heads = (attended if _JOINED in linears else linears["q_proj"].out_features) // head_dim
+    known = {*_GATES, *([_JOINED] if _JOINED in pieces else ["q_proj", "q_b_proj", _OUT_OF_LATENTS, *_OF_KV])}
     others = {name: each for name, each in module.named_parameters() if name.rpartition(".")[0] not in linears}
     sinks = others.pop("sinks", None)
-    are_of_heads = all(name.count(".") == 1 and each.shape == (head_dim,) for name, each in others.items())
-    has_widths = all(sum(each.size for each in of) == linears[name].out_features for name, of in pieces.items())
-    if pieces.keys() | {last} != linears.keys() or not (are_of_heads and has_widths):
+    are_of_heads = all(
+        name.count(".") == 1 and (each.shape == (head_dim,) or name.startswith(_OF_LATENTS))
+        for name, each in others.items()
+    )
+    if not (pieces.keys() <= known and gates <= {attended} and are_of_heads):
         return
     if sinks is not None:
-        parts.cuts[f"{prefix}.sinks"] = Cut(-1, (Piece(num_heads),))
-    for name, of in pieces.items():
-        parts.cut_linear(f"{prefix}.{name}", linears[name], *of)
+        parts.cuts[f"{prefix}.sinks"] = Cut(-1, (Piece(len(sinks)),))
+    for name, of_linear in pieces.items():
+        parts.cut_linear(f"{prefix}.{name}", linears[name], *of_linear)
     parts.cut_linear(f"{prefix}.{last}", linears[last])
     parts.divided.add(prefix)
 

@@ -233,8 +233,8 @@ def _cuts(layer: nn.Module, names: Mapping[object, str], parts: ModuleParts, wit
             continue
         parent = names[module].rpartition(".")[0]
         if witness.found is not None and parent == names.get(witness.module):
-            yield CutSize("heads", witness.found.num_heads, can_be_shared=False)
             yield CutSize("KV heads", witness.found.num_kv_heads, can_be_shared=parts.shares_kv_heads(parent))
+            yield CutSize("heads", witness.found.num_heads, can_be_shared=False)
         else:
             below = names[module].removeprefix(f"{names[layer]}.")
             yield CutSize(f"dimensions of {below}", parts.inputs_of(names[module]), can_be_shared=False)
