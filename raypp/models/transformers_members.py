@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -80,11 +80,13 @@ class Cut:
         dim: The dimension, from behind.
         pieces: Each of which is cut.
         is_of_inputs: Whether it is the inputs of a product that are cut.
+        name: Of the parameter, for errors.
     """
 
     dim: int
     pieces: tuple[Piece, ...]
     is_of_inputs: bool = False
+    name: str = ""
 
     @property
     def size(self) -> int:
@@ -100,9 +102,9 @@ class Cut:
         pieces = self.pieces if size == self.size else [each for each in self.pieces if each.size == size][:1]
         if not pieces:
             raise ModelLoadError(
-                "a tensor of the checkpoint cannot be cut for members of a stage: it is not that of the model",
-                got=f"{size} elements in a dimension",
-                expected=" or ".join(dict.fromkeys(str(each) for each in (self.size, self.pieces[0].size))),
+                f"{self.name} has the wrong shape in the checkpoint",
+                got=f"{size} elements in the dimension that the members of a stage divide",
+                expected=f"{self.size}, by config.json",
             )
         spans, begin = list[Span](), 0
         for piece in pieces:
@@ -166,15 +168,19 @@ class ModuleParts:
         cuts = [cut for name, cut in self.cuts.items() if name.startswith(f"{attention}.")]
         return any(piece.num_kv_heads for cut in cuts for piece in cut.pieces)
 
+    def add(self, name: str, cut: Cut) -> None:
+        """Cut a parameter."""
+        self.cuts[name] = replace(cut, name=name)
+
     def cut_linear(self, name: str, linear: nn.Linear, *pieces: Piece) -> None:
         """Cut a linear layer's outputs; without pieces its inputs."""
         if not pieces:
-            self.cuts[f"{name}.weight"] = Cut(-1, (Piece(linear.in_features),), is_of_inputs=True)
+            self.add(f"{name}.weight", Cut(-1, (Piece(linear.in_features),), is_of_inputs=True))
             self.summed.add(name)
             return
-        self.cuts[f"{name}.weight"] = Cut(-2, pieces)
+        self.add(f"{name}.weight", Cut(-2, pieces))
         if linear.bias is not None:
-            self.cuts[f"{name}.bias"] = Cut(-1, pieces)
+            self.add(f"{name}.bias", Cut(-1, pieces))
 
 
 def parts_of(model: Any, layers: Iterable[nn.Module]) -> ModuleParts:
@@ -191,7 +197,7 @@ def parts_of(model: Any, layers: Iterable[nn.Module]) -> ModuleParts:
             for last, parameter in module.named_parameters(recurse=False):
                 name = f"{names[module]}.{last}"
                 if parameter.ndim == 1 and plan.get(_NUMBER.sub("*", name)) == "colwise":  # a number of each head
-                    parts.cuts[name] = Cut(-1, (Piece(len(parameter)),))
+                    parts.add(name, Cut(-1, (Piece(len(parameter)),)))
             is_one_of_many = bool(re.search(r"\.\d", names[module].removeprefix(names[layer])))
             if len(parts.cuts) == num_there and not is_one_of_many:
                 _cut_attention(parts, names[module], module, linears)
@@ -245,7 +251,7 @@ def _cut_attention(parts: ModuleParts, prefix: str, module: nn.Module, linears: 
     if not (pieces.keys() <= known and gates <= {attended} and are_of_heads):
         return
     if sinks is not None:
-        parts.cuts[f"{prefix}.sinks"] = Cut(-1, (Piece(len(sinks)),))
+        parts.add(f"{prefix}.sinks", Cut(-1, (Piece(len(sinks)),)))
     for name, of_linear in pieces.items():
         parts.cut_linear(f"{prefix}.{name}", linears[name], *of_linear)
     parts.cut_linear(f"{prefix}.{last}", linears[last])
@@ -285,8 +291,8 @@ def _cut_experts(parts: ModuleParts, name: str, module: nn.Module, known: dict[t
             module, first, len(module.get_parameter(first)), has_bias=shapes.keys() > there
         )
     if num_pieces := known[type(module)]:
-        cuts = _cuts_of_experts(module, shapes, first, num_pieces)
-        parts.cuts.update({f"{name}.{each}": cut for each, cut in cuts.items()})
+        for each, cut in _cuts_of_experts(module, shapes, first, num_pieces).items():
+            parts.add(f"{name}.{each}", cut)
         parts.summed.add(name)
 
 
@@ -384,6 +390,8 @@ def read_parts(
     for name, tensor in slices.items():
         target, _ = rename_source_key(name, renamings, converters)
         cut = parts.cuts.get(target)
+        if cut is not None and hasattr(tensor, "get_shape"):
+            cut.spans(tensor.get_shape()[cut.dim], member)  # before others are read
         if cut is not None and isinstance(tensor, QuantizedTensor):
             found[name] = tensor.of(partial(cut.blocks, member=member))
         elif cut is not None:
