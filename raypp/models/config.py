@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from raypp.errors import ConfigError, ModelLoadError, page
 from raypp.models.asked import PROBE, asked
@@ -55,6 +55,26 @@ ModelImpl = Literal["auto", "raypp", "transformers"]
 _LOG = logging.getLogger(__name__)
 
 
+class MeasuredLinear(NamedTuple):
+    """A linear layer of transformers' modules, or one of each expert, of one member of a stage."""
+
+    name: str
+    num_outputs: int
+    num_inputs: int
+    has_some_outputs: bool = False  # of several members
+    has_some_inputs: bool = False
+    num_experts: int = 1
+
+
+class CutSize(NamedTuple):
+    """What members of a stage divide among them, of a layer of transformers' modules."""
+
+    name: str
+    size: int
+    can_be_shared: bool
+    """By members that are more, as KV heads are."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLayer:
     """What a layer of transformers' modules takes."""
@@ -62,10 +82,11 @@ class MeasuredLayer:
     num_parameters: int  # those of experts aside
     num_expert_parameters: int = 0
     share_chosen: float = 1.0  # of the experts, by a token
-    linears: tuple[tuple[str, int, int], ...] = ()  # whole names, outputs and inputs of the linear layers
-    experts: tuple[tuple[str, int, int, int], ...] = ()  # of weights of all experts: names, numbers, and both sizes
+    linears: tuple[MeasuredLinear, ...] = ()
+    experts: tuple[MeasuredLinear, ...] = ()
     mlp_width: int  # elements of the widest product, of a token
     num_outputs: int | None  # elements of the tuple that it returns; None: it returns a tensor
+    cuts: tuple[CutSize, ...] = ()  # of the whole model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,11 +426,12 @@ def member_of_modules(config: ModelConfig, path: Path, count: int) -> ModelConfi
 
 def _measured(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is known of the layers of transformers' modules."""
-    pairs = ("linears", "experts")
+    linear, cut = MeasuredLinear._make, CutSize._make
+    tuples: dict[str, Callable[..., Any]] = {"linears": linear, "experts": linear, "cuts": cut}
     return {
         "attention": tuple(map(_measured_mixer, found["attention"], found["states"])),
         "measured": tuple(
-            MeasuredLayer(**{**layer, **{name: tuple(map(tuple, layer[name])) for name in pairs}})
+            MeasuredLayer(**{**layer, **{name: tuple(map(make, layer[name])) for name, make in tuples.items()}})
             for layer in found["layers"]
         ),
     }

@@ -114,6 +114,13 @@ def of_one_member(
             got=f"enable_expert_parallel=true, {config.architecture} of {layers}",
             hint="leave enable_expert_parallel out",
         )
+    if config.measured is not None and not any(layer.cuts for layer in config.measured):
+        raise ConfigError(
+            "the members of a stage cannot share its weights: no attention, MLP or experts that raypp knows how to cut",
+            got=f"tensor_parallel_size={count}, {config.architecture}",
+            expected="tensor_parallel_size = 1",
+            hint=f"num_stages={count} divides the layers instead",
+        )
     if why := _obstacle(config, count, whole_experts):
         possible = [other for other in range(1, _MOST + 1) if not _obstacle(config, other, whole_experts)]
         raise ConfigError(
@@ -173,15 +180,17 @@ def _has_whole_experts(config: ModelConfig, experts: ExpertConfig, count: int, a
 
 def _obstacle(config: ModelConfig, count: int, whole_experts: bool | None) -> str | None:
     """Return what does not divide, None if all does."""
+    if config.measured is not None:
+        cuts = (cut for layer in config.measured for cut in layer.cuts)
+        return next((f"{n} {name}" for name, n, shared in cuts if n % count and not (shared and count % n == 0)), None)
     experts, sizes = config.experts, dict[str, int]()
     for mixer in config.attention:
-        layer = mixer.attention if isinstance(mixer, ModulesConfig) else mixer
-        if isinstance(layer, AttentionConfig):
-            if layer.num_kv_heads % count and count % layer.num_kv_heads:
-                return f"{layer.num_kv_heads} KV heads"
-            sizes["heads"] = layer.num_heads
-        elif isinstance(layer, GatedDeltaConfig):
-            sizes["heads of keys with a state"] = layer.num_k_heads
+        if isinstance(mixer, AttentionConfig):
+            if mixer.num_kv_heads % count and count % mixer.num_kv_heads:
+                return f"{mixer.num_kv_heads} KV heads"
+            sizes["heads"] = mixer.num_heads
+        elif isinstance(mixer, GatedDeltaConfig):
+            sizes["heads of keys with a state"] = mixer.num_k_heads
     if experts is None or experts.dense_layers or experts.is_beside_mlp:
         sizes["dimensions of the MLP"] = config.intermediate_size
     if experts is not None:

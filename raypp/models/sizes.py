@@ -14,7 +14,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer, ModulesConfig
-from raypp.models.config import MeasuredLayer, ModelConfig
+from raypp.models.config import MeasuredLayer, MeasuredLinear, ModelConfig
 from raypp.models.quantization import Quantization
 from raypp.ops.sample.draw_sizes import digit_bytes
 
@@ -100,14 +100,40 @@ def layer_sizes(config: ModelConfig, dtype_bytes: int) -> tuple[LayerSize, ...]:
 def _measured_size(layer: MeasuredLayer, form: Quantization | None, dtype_bytes: int) -> LayerSize:
     shared, of_experts, share = layer.num_parameters, layer.num_expert_parameters, layer.share_chosen
     shared_bytes = shared * dtype_bytes
-    for name, num_outputs, num_inputs in layer.linears:
-        if form is not None and form.covers(name):
-            shared_bytes += form.weight_bytes(num_outputs, num_inputs) - num_outputs * num_inputs * dtype_bytes
+    for linear in layer.linears:
+        if form is not None and form.covers(linear.name):
+            num_bytes = _part_bytes(form, linear, dtype_bytes)
+            shared_bytes += num_bytes - linear.num_outputs * linear.num_inputs * dtype_bytes
     expert_bytes = of_experts * dtype_bytes
     if form is not None and form.is_of_experts:
-        expert_bytes = sum(count * form.weight_bytes(*shape) for _, count, *shape in layer.experts)
+        expert_bytes = sum(_part_bytes(form, each, dtype_bytes) for each in layer.experts)
     reads = WeightReads(shared_bytes, expert_bytes, share)
     return LayerSize(reads, shared + of_experts, shared + int(of_experts * share))
+
+
+def _part_bytes(form: Quantization, linear: MeasuredLinear, dtype_bytes: int) -> int:
+    """Return the bytes of a weight of few bits, or of a member's part: within a block it makes smaller ones."""
+    num_outputs, num_inputs, (rows, columns) = linear.num_outputs, linear.num_inputs, form.block
+    if linear.has_some_inputs and not form.can_cut_inputs(num_inputs, is_of_experts=linear.num_experts > 1):
+        return linear.num_experts * num_outputs * num_inputs * dtype_bytes
+    if linear.has_some_outputs and num_outputs % rows:
+        rows = 1
+    if linear.has_some_inputs:
+        columns = math.gcd(columns, num_inputs) if columns else 0
+    return linear.num_experts * replace(form, block=(rows, columns)).weight_bytes(num_outputs, num_inputs)
+
+
+def share_of_member(config: ModelConfig) -> float:
+    """Return the share of its layers' weights that a member of a stage of transformers' modules has."""
+    layers = config.measured or ()
+    own = sum(layer.num_parameters + layer.num_expert_parameters for layer in layers)
+    products = [each for layer in layers for each in (*layer.linears, *layer.experts)]
+    cut = sum(
+        each.num_outputs * each.num_inputs * each.num_experts
+        for each in products
+        if each.has_some_outputs or each.has_some_inputs
+    )
+    return own / (own + (config.num_members - 1) * cut)
 
 
 def linear_modules(config: ModelConfig, layer_index: int) -> list[str]:

@@ -58,6 +58,7 @@ def _attend(
 ) -> tuple[Any, None]:
     """Attend as whatever stands at `module`; see transformers' attention interface."""
     options.setdefault("is_causal", getattr(module, "is_causal", True))
+    options["module"] = module
     return getattr(module, _PLACE)(query, key, value, attention_mask, options), None
 
 

@@ -20,6 +20,7 @@ import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any, cast
@@ -36,6 +37,7 @@ from raypp.models.attention_config import ModulesConfig
 from raypp.models.checkpoint_names import name_of_text
 from raypp.models.config import ModelConfig
 from raypp.models.decoder import Deepstack
+from raypp.models.member_sizes import ONLY_MEMBER, Member, span_of
 from raypp.models.quantization import Quantization
 from raypp.models.transformers_layers import (
     ATTENTION,
@@ -48,9 +50,16 @@ from raypp.models.transformers_layers import (
     num_bytes,
     use_kernels,
 )
-from raypp.models.transformers_members import ModuleParts, cut_model, cut_vocabulary, parts_of, read_parts
+from raypp.models.transformers_members import (
+    EXPERT_BIAS,
+    ModuleParts,
+    cut_model,
+    cut_vocabulary,
+    parts_of,
+    read_parts,
+)
 from raypp.models.transformers_states import RowModule, StepRows
-from raypp.models.weight_formats import check_shape, quantized_tensors, require_floats
+from raypp.models.weight_formats import check_shape, part_of, quantized_tensors, require_floats
 from raypp.models.weights import CheckpointWeights, DummyWeights, WeightSource
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.backend import KernelSet, LMHead
@@ -58,7 +67,7 @@ from raypp.ops.member_kernels import with_members
 from raypp.ops.members import Members
 from raypp.ops.row_state import LayerMemory
 from raypp.ops.sample.vocabulary_part import VocabularyPart, hide_padding
-from raypp.ops.weight import Weight
+from raypp.ops.weight import Weight, own_copy, stacked_weights
 
 _LOG = logging.getLogger(__name__)
 _MOST_SAID = 400
@@ -238,6 +247,7 @@ class TransformersModel:
         self.hidden_size = config.hidden_size
         self.kernels = with_members(kernels, members)
         self._part = None if members is None else VocabularyPart(members, config.vocab_size)
+        self._member = ONLY_MEMBER if members is None else Member(members.rank, members.count)
         self.taps: dict[int, torch.Tensor] = {}
         self.costs: dict[str, GraphCost] = {}
         self.draft_head = None
@@ -250,9 +260,8 @@ class TransformersModel:
         self._parts: ModuleParts | None = None
         self._of_vocabulary: Collection[str] = ()
         if self._part is not None:
-            count = self._part.members.count
-            self._parts = parts_of(model, count)
-            cut_model(model, self._parts, count)
+            self._parts = parts_of(model, layers_of(model))
+            cut_model(model, self._parts, self._part.members.count)
             self._of_vocabulary = cut_vocabulary(model, self._part)
         self._decoder = model.get_decoder()
         self._step = Step()
@@ -333,18 +342,9 @@ class TransformersModel:
                     expected=f"all that {type(model).__name__} has",
                 )
         else:
-            form = self._config.quantization
             for name, parameter in list(model.named_parameters()):
-                shape = tuple(parameter.shape)
-                if form is not None and isinstance(source, DummyWeights) and name in places and _covers(form, name):
-                    module, _ = places[name]
-                    if getattr(module, "is_transposed", False):
-                        shape = (*shape[:-2], shape[-1], shape[-2])
-                    weight = source.quantized(name, shape, form)
-                    held[places[name]] = weight.mapped(lambda part: part.to(self._device))
-                elif name not in self._tied:
-                    tensor = source.get(name, shape, parameter.dtype).to(self._device)
-                    self._set(name, _as_parameter(tensor))
+                if name not in self._tied:
+                    self._draw(source, name, parameter, places.get(name), held)
         for module, name in held:  # takes no memory, and is replaced by a product of the kernel set
             nothing = torch.zeros((), dtype=self._dtype, device=self._device)
             setattr(module, name, _as_parameter(nothing.expand(getattr(module, name).shape)))
@@ -366,9 +366,11 @@ class TransformersModel:
             self._owner = model.get_submodule(owner)
         names = () if self._parts is None else self._parts.summed
         summed = [module for name, module in model.named_modules() if name in names]
-        for module in summed:
-            if self._part is not None and self._part.members.rank and type(module) is nn.Linear:  # a bias is added once
+        for module in summed if self._member.rank else ():  # a bias is added once
+            if type(module) is nn.Linear:
                 module.register_parameter("bias", None)
+            elif module._parameters.get(EXPERT_BIAS) is not None:
+                module._parameters[EXPERT_BIAS] = _as_parameter(torch.zeros_like(module.get_parameter(EXPERT_BIAS)))
         run = self._run_once
         self._waits = use_kernels(self._decoder, layers, self._attentions, self.kernels, run, held, summed)
         if self._device.type == "cpu":  # a file that is replaced later must not change a running engine
@@ -379,6 +381,32 @@ class TransformersModel:
         if why is not None:
             first, last = self._own.start, self._own.stop - 1
             _LOG.warning("layers %d to %d: all steps run eagerly, for %s %s", first, last, type(model).__name__, why)
+
+    def _draw(
+        self, source: WeightSource, name: str, parameter: nn.Parameter, place: tuple[nn.Module, str] | None, held: Held
+    ) -> None:
+        """Give a parameter the part of random weights that is this member's."""
+        form, shape = self._config.quantization, list(parameter.shape)
+        cut = None if self._parts is None else self._parts.cuts.get(name)
+        if cut is not None:
+            shape[cut.dim] = cut.size
+        if form is not None and isinstance(source, DummyWeights) and place is not None and _covers(form, name):
+            if getattr(place[0], "is_transposed", False):
+                shape[-2:] = shape[:-3:-1]
+            weight = source.quantized(name, tuple(shape), form).mapped(lambda part: part.to(self._device))
+            blocks = [] if cut is None else cut.blocks(shape[-2], shape[-1], self._member)
+            parts = [part_of(weight, span_of(outputs), span_of(inputs), self._dtype) for outputs, inputs in blocks]
+            held[place] = stacked_weights(parts) if parts else weight
+            return
+        part = self._part if name in self._of_vocabulary else None
+        if part is not None:
+            shape[0] = part.vocab_size
+        tensor = source.get(name, tuple(shape), parameter.dtype)
+        if cut is not None:
+            tensor = own_copy(cut.of(tensor, self._member))
+        elif part is not None:
+            tensor = part.rows_of(tensor)
+        self._set(name, _as_parameter(tensor.to(self._device)))
 
     def _slices(
         self,
@@ -396,10 +424,11 @@ class TransformersModel:
             slices = {name: tensor for name, tensor in slices.items() if name not in used}
             for name, tensor in found.items():
                 place = places.get(name_of_text(name))
+                cut = self._parts and self._parts.cuts.get(name_of_text(name))
                 if place is None:
                     slices[name] = tensor
                 else:
-                    held[place] = tensor.read()
+                    held[place] = (tensor.of(partial(cut.blocks, member=self._member)) if cut else tensor).read()
                     check_shape(name, held[place], tuple(getattr(*place).shape))
         require_floats({name: tensor.get_dtype() for name, tensor in slices.items()})
         return {name_of_text(name): tensor for name, tensor in slices.items()}

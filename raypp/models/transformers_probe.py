@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from raypp.errors import ModelLoadError, RayppError
 from raypp.models.asked import TRUSTS_CODE
 from raypp.models.attention_config import AttentionConfig
-from raypp.models.config import MeasuredLayer
+from raypp.models.config import CutSize, MeasuredLayer, MeasuredLinear
 from raypp.models.transformers_layers import attend_at
-from raypp.models.transformers_members import cut_model, parts_of
+from raypp.models.transformers_members import ModuleParts, cut_model, parts_of
 from raypp.models.transformers_model import as_positions, empty_model, is_of_experts, layers_of
 from raypp.models.transformers_states import CACHES, has_states, states_of
 from raypp.ops.state_sizes import ModuleState
@@ -55,6 +55,7 @@ class _Witness:
     def __init__(self, index: int, layer: nn.Module, config: Any) -> None:
         self.index = index
         self.found: AttentionConfig | None = None
+        self.module: object = None
         self._config = config
         self._window = next((w for m in layer.modules() if (w := getattr(m, "sliding_window", None))), None)
 
@@ -84,7 +85,7 @@ class _Witness:
         )
         if self.found is not None:
             raise ModelLoadError("a layer attends more than once", got=f"layer {self.index}")
-        self.found = found
+        self.found, self.module = found, options["module"]
         return query.new_empty(1, query.shape[2], found.num_heads, found.v_dim)
 
     def _window_of(self, options: Mapping[str, Any]) -> int | None:
@@ -109,9 +110,10 @@ def probe(path: Path, *, trusts_code: bool = False, num_members: int = 1) -> dic
     keeps_states = has_states(model.config)
     if keeps_states:  # parts of states are in 32 bits whatever the others are
         model = empty_model(path, torch.bfloat16, trusts_code=trusts_code).requires_grad_(False)
-    if num_members > 1:
-        cut_model(model, parts_of(model, num_members), num_members)
     config, layers = model.config, layers_of(model)
+    parts = parts_of(model, layers)
+    if num_members > 1:
+        cut_model(model, parts, num_members)
     if model._can_set_experts_implementation():
         model.set_experts_implementation(_EXPERTS)
     witnesses = [_Witness(index, layer, config) for index, layer in enumerate(layers)]
@@ -147,7 +149,10 @@ def probe(path: Path, *, trusts_code: bool = False, num_members: int = 1) -> dic
             )
     names: dict[object, str] = {module: name for name, module in model.named_modules()}
     names |= {parameter: name for name, parameter in model.named_parameters()}
-    measured = [_measured(layer, config, names, num_outputs[layer]) for layer in layers]
+    measured = [
+        _measured(layer, config, names, num_outputs[layer], parts, witness)
+        for layer, witness in zip(layers, witnesses, strict=True)
+    ]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = embedding.weight is head.weight or bool(getattr(config, "tie_word_embeddings", False))
     return {
@@ -186,21 +191,53 @@ def _refuse_unknown(model: Any) -> None:
             )
 
 
-def _measured(layer: nn.Module, config: Any, names: Mapping[object, str], num_outputs: int | None) -> MeasuredLayer:
-    experts = [own for each in layer.modules() for own in each.parameters(False) if is_of_experts(each, own)]
-    num_experts = max((len(parameter) for parameter in experts), default=0)
+def _measured(
+    layer: nn.Module,
+    config: Any,
+    names: Mapping[object, str],
+    num_outputs: int | None,
+    parts: ModuleParts,
+    witness: _Witness,
+) -> MeasuredLayer:
+    experts = [(each, own) for each in layer.modules() for own in each.parameters(False) if is_of_experts(each, own)]
+    num_experts = max((len(parameter) for _, parameter in experts), default=0)
     chosen = next((getattr(config, name) for name in _CHOSEN if getattr(config, name, None)), num_experts)
-    of_experts = sum(parameter.numel() for parameter in experts)
+    of_experts = sum(parameter.numel() for _, parameter in experts)
     linears = [module for module in layer.modules() if type(module) is nn.Linear]
     return MeasuredLayer(
         num_parameters=sum(parameter.numel() for parameter in layer.parameters()) - of_experts,
         num_expert_parameters=of_experts,
         share_chosen=min(1.0, int(chosen) / num_experts) if num_experts else 1.0,
-        experts=tuple((names[each], *each.shape) for each in experts),
-        linears=tuple((names[module], module.out_features, module.in_features) for module in linears),
+        experts=tuple(_of_experts(names[own], each, own, parts) for each, own in experts),
+        linears=tuple(
+            MeasuredLinear(name := names[each], each.out_features, each.in_features, *parts.sides(f"{name}.weight"))
+            for each in linears
+        ),
         mlp_width=max((module.out_features for module in linears), default=0),
         num_outputs=num_outputs,
+        cuts=tuple(_cuts(layer, names, parts, witness)),
     )
+
+
+def _of_experts(name: str, module: nn.Module, parameter: nn.Parameter, parts: ModuleParts) -> MeasuredLinear:
+    count, num_outputs, num_inputs = parameter.shape
+    if getattr(module, "is_transposed", False):
+        num_outputs, num_inputs = num_inputs, num_outputs
+    return MeasuredLinear(name, num_outputs, num_inputs, *parts.sides(name), count)
+
+
+def _cuts(layer: nn.Module, names: Mapping[object, str], parts: ModuleParts, witness: _Witness) -> Iterator[CutSize]:
+    """Yield what members of a stage cut of a layer, before it is cut."""
+    for module in layer.modules():
+        if names[module] not in parts.summed:
+            continue
+        parent = names[module].rpartition(".")[0]
+        if witness.found is not None and parent == names.get(witness.module):
+            yield CutSize("KV heads", witness.found.num_kv_heads, can_be_shared=parts.shares_kv_heads(parent))
+            yield CutSize("heads", witness.found.num_heads, can_be_shared=False)
+        else:
+            below = names[module].removeprefix(f"{names[layer]}.")
+            yield CutSize(f"dimensions of {below}", parts.inputs_of(names[module]), can_be_shared=False)
 
 
 def answer(path: Path, num_members: str = "1", *, trusts_code: bool = False) -> dict[str, Any]:

@@ -32,7 +32,7 @@ import torch
 from raypp.errors import ModelLoadError, page
 from raypp.models.member_sizes import Size, Span, span_of
 from raypp.models.quantization import Quantization, WeightFormat
-from raypp.ops.weight import FP4, Weight, quantize_rows
+from raypp.ops.weight import FP4, Weight, quantize_rows, stacked_weights
 
 _NUMBERS = 8  # of an int32
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -311,17 +311,35 @@ def _read_compressed_int4(stored: StoredWeight) -> Weight:
     return Weight(_in_pairs(numbers), scale, zero, stored.block, order)
 
 
+Blocks = Callable[[int, int], Sequence[tuple[Size, Size]]]
+"""Which parts of N outputs and K inputs are read, one below the other."""
+
+
+def _whole(num_outputs: int, num_inputs: int) -> Sequence[tuple[Size, Size]]:
+    return [(num_outputs, num_inputs)]
+
+
 class QuantizedTensor:
     """A weight that a checkpoint stores in few bits; indexed all at once, as transformers' loader does, it has 16.
 
     Args:
-        read: Returns it.
+        read: Returns some parts of it.
         dtype: What it becomes.
+        blocks: The parts.
     """
 
-    def __init__(self, read: Callable[[], Weight], dtype: torch.dtype) -> None:
-        self.read = read
+    def __init__(self, read: Callable[[Blocks], Weight], dtype: torch.dtype, blocks: Blocks = _whole) -> None:
+        self._read = read
         self._dtype = dtype
+        self._blocks = blocks
+
+    def of(self, blocks: Blocks) -> QuantizedTensor:
+        """Return some parts of it, one below the other."""
+        return QuantizedTensor(self._read, self._dtype, blocks)
+
+    def read(self) -> Weight:
+        """Return the weight."""
+        return self._read(self._blocks)
 
     def __getitem__(self, _: object) -> torch.Tensor:
         return self.read().dequantized(self._dtype)
@@ -352,7 +370,7 @@ def quantized_tensors(
         module, _, last = name.rpartition(".")
         if quantization.format == "mxfp4" and last.endswith("_blocks"):
             whole = name.removesuffix("_blocks")
-            found[whole] = QuantizedTensor(partial(_read_experts, tensors, whole, device), dtype)
+            found[whole] = QuantizedTensor(partial(_read_experts, tensors, whole, dtype, device), dtype)
             used |= {name, f"{whole}_scales"}
         elif last in _DATA and (is_online or any(f"{module}.{scale}" in names for scale in _SCALES)):
             read = partial(_read, tensors, module, quantization, dtype, device)
@@ -397,10 +415,15 @@ _PARTS = (*_DATA, *_SCALES, *_OTHERS, *_OF_ACTIVATIONS, "weight_global_scale")
 
 
 def _read(
-    tensors: StoredTensors, module: str, quantization: Quantization, dtype: torch.dtype, device: torch.device
+    tensors: StoredTensors,
+    module: str,
+    quantization: Quantization,
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: Blocks,
 ) -> Weight:
-    shape = _shape(tensors, module, quantization)
-    return StoredWeight(tensors, module, quantization, shape, dtype, device).read()
+    parts = blocks(*_shape(tensors, module, quantization))
+    return stacked_weights([StoredWeight(tensors, module, quantization, part, dtype, device).read() for part in parts])
 
 
 def _shape(tensors: StoredTensors, module: str, quantization: Quantization) -> tuple[int, int]:
@@ -419,11 +442,19 @@ def _shape(tensors: StoredTensors, module: str, quantization: Quantization) -> t
     return rows, columns * in_one
 
 
-def _read_experts(tensors: StoredTensors, name: str, device: torch.device) -> Weight:
-    shape = tensors.shape_of(f"{name}_blocks") or ()
-    blocks = tensors.get(f"{name}_blocks", shape, torch.uint8).to(device).flatten(-2)
-    exponents = tensors.get(f"{name}_scales", shape[:-1], torch.uint8).to(device)
-    return Weight(blocks.view(FP4), powers_of_two(exponents), block=(1, 2 * shape[-1]))
+def _read_experts(
+    tensors: StoredTensors, name: str, dtype: torch.dtype, device: torch.device, blocks: Blocks
+) -> Weight:
+    num_experts, num_outputs, num_blocks, in_block = tensors.shape_of(f"{name}_blocks") or (0, 0, 0, 0)
+    columns, parts = 2 * in_block, list[Weight]()
+    for block in blocks(num_outputs, num_blocks * columns):
+        outputs, inputs = map(span_of, block)
+        there = num_experts, outputs, inputs.by(columns)
+        data = read_part(tensors, f"{name}_blocks", (*there, in_block), torch.uint8).to(device).flatten(-2)
+        exponents = read_part(tensors, f"{name}_scales", there, torch.uint8).to(device)
+        weight = Weight(data.view(FP4), powers_of_two(exponents), block=(1, columns))
+        parts.append(part_of(weight, span_of(outputs.size), inputs.within(inputs.widened(columns)), dtype))
+    return stacked_weights(parts)
 
 
 _READERS: dict[WeightFormat, Callable[[StoredWeight], Weight]] = {

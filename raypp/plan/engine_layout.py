@@ -282,12 +282,6 @@ def _for_members(config: EngineConfig, model: ModelConfig, path: Path) -> ModelC
 
 def _refuse_for_transformers(config: EngineConfig, model: ModelConfig) -> None:
     """Refuse what is for raypp's own layers alone."""
-    if model.quantization is not None and model.num_members > 1:
-        raise ConfigError(
-            "members of a stage of transformers' modules read weights in 16 or 32 bits",
-            got=f"tensor_parallel_size={model.num_members}, and weights in {model.quantization.format}",
-            expected="tensor_parallel_size = 1, or an architecture with layers of raypp's own",
-        )
     if config.speculative.model is not None:
         raise ConfigError(
             "a draft head reads hidden states of raypp's own layers",

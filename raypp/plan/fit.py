@@ -19,7 +19,7 @@ from raypp.errors import ConfigError, ResourceError
 from raypp.models.attention_config import ModulesConfig
 from raypp.models.config import ModelConfig
 from raypp.models.registry import resolve_config_path
-from raypp.models.sizes import layer_sizes
+from raypp.models.sizes import layer_sizes, share_of_member
 from raypp.plan.cost_model import slice_bytes
 from raypp.plan.engine_layout import EngineLayout, lay_out
 from raypp.plan.engine_plan import EnginePlan, plan_layout
@@ -525,6 +525,8 @@ def summary_of(fit: Fit) -> dict[str, Any]:
 def describe_layers(model: ModelConfig) -> str:
     """Return how many layers of transformers' modules a model has, and what is special about their attention."""
     parts = [f"{model.num_layers} layers by transformers' modules"]
+    if model.num_members > 1:
+        parts.append(f"of whose weights each member has {share_of_member(model):.0%}")
     windows = Counter(attention.window for attention in model.attending if attention.window is not None)
     parts += [f"{count} with a window of {window} tokens" for window, count in windows.items()]
     num_states = sum(isinstance(each, ModulesConfig) and any(each.modules) for each in model.attention)

@@ -12,6 +12,7 @@ from hf_models import hf_greedy, load_reference, make_checkpoint
 from quantized_tensors import CONFIGS, LINEAR, quantize_checkpoint, quantize_experts
 from safetensors.torch import load_file, save_file
 from shrunken_models import make_shrunken
+from sizes import sized
 
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
@@ -26,12 +27,11 @@ EXPERT_FORMS = ("fp8 blocks", "gptq v2 zeros order", "compressed int4 order", "a
 
 
 def greedy_tokens(
-    path: Path, prompts: list[list[int]], num_members: int | None = None, **settings: object
+    path: Path, prompts: list[list[int]], num_members: int = 1, impl: str = "transformers", **settings: object
 ) -> list[list[int]]:
-    """Return what two stages generate, of raypp's layers with so many members, or of transformers' modules."""
+    """Return what two stages of so many members generate."""
     sizes = {"block_size": 4, "max_num_batched_tokens": 24, "max_num_seqs": 6, "max_model_len": 128}
-    more = {"num_kv_blocks": 200, "num_stages": 2, "stage_num_threads": 1, "tensor_parallel_size": num_members or 1}
-    impl = "transformers" if num_members is None else "raypp"
+    more = {"num_kv_blocks": 200, "num_stages": 2, "stage_num_threads": 1, "tensor_parallel_size": num_members}
     plan = plan_engine(EngineConfig.from_flat(str(path), **sizes, **more, **settings, model_impl=impl), Hardware(1))
     return LocalEngine(plan).generate(prompts, SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))
 
@@ -78,18 +78,23 @@ def test_greedy_tokens_of_models_with_experts(tmp_path, index, form):
     compare_texts(source, tmp_path / "small", tmp_path / "plain", num_stages=1 + index % 3)
 
 
+IN_CI = ("fp8 blocks", "compressed int4 order")
+OF_MEMBERS = {"raypp": ("awq",), "transformers": ("awq", "fp8 blocks", "compressed int4 of 32")}
+
+
 @pytest.mark.parametrize(
-    ("index", "form"),
+    ("index", "form", "impl"),
     [
-        pytest.param(index, form, id=form, marks=() if form == "awq" else pytest.mark.full)
+        pytest.param(index, form, impl, id=f"{form}-{impl}", marks=() if form in in_ci else pytest.mark.full)
+        for impl, in_ci in OF_MEMBERS.items()
         for index, form in enumerate(CONFIGS)
     ],
 )
-def test_greedy_tokens_on_stages_of_members(tmp_path, index, form):
+def test_greedy_tokens_on_stages_of_members(tmp_path, index, form, impl):
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 120}
     source = make_checkpoint("qwen3", (8, 12, 14)[index % 3], tmp_path / "source", **sizes)
     quantize_checkpoint(form, source, tmp_path / "small", tmp_path / "plain")
-    more = {"tensor_parallel_size": (2, 4)[index % 2], "num_stages": 1 + index // 2 % 2}
+    more = {"tensor_parallel_size": (2, 4)[index % 2], "num_stages": 1 + index // 2 % 2, "model_impl": impl}
     compare_texts(source, tmp_path / "small", tmp_path / "plain", **more)
 
 
@@ -107,6 +112,19 @@ def test_greedy_tokens_on_stages_of_members_with_whole_experts(tmp_path, index, 
     quantize_checkpoint(form, source, tmp_path / "small", tmp_path / "plain")
     more = {"tensor_parallel_size": (2, 4)[index % 2], "num_stages": 1 + index // 2 % 2}
     compare_texts(source, tmp_path / "small", tmp_path / "plain", enable_expert_parallel=True, **more)
+
+
+@pytest.mark.parametrize(
+    ("index", "form"),
+    [pytest.param(*each, marks=[] if each[0] == 2 else pytest.mark.full) for each in enumerate(EXPERT_FORMS)],
+)
+def test_greedy_tokens_of_members_with_experts_of_transformers(tmp_path, index, form):
+    """Of stages of several members: each reads its part of each expert."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 24}
+    source = make_checkpoint("qwen3_moe", (11, 3)[index % 2], tmp_path / "source", **sizes, intermediate_size=40)
+    quantize_checkpoint(form, source, tmp_path / "small", tmp_path / "plain")
+    more = {"tensor_parallel_size": (2, 4)[index % 2], "num_stages": 1 + index // 2 % 2}
+    compare_texts(source, tmp_path / "small", tmp_path / "plain", **more, model_impl="transformers")
 
 
 OF_STATES = ("in_proj_qkv", "in_proj_z", "out_proj")
@@ -138,9 +156,6 @@ def test_greedy_tokens_of_joined_projections(tmp_path, form):
     compare_texts(source, tmp_path / "small", tmp_path / "plain", linear, num_stages=2)
 
 
-IN_CI = ("fp8 blocks", "compressed int4 order")
-
-
 @pytest.mark.parametrize(
     ("index", "form"),
     [
@@ -161,9 +176,10 @@ def test_greedy_tokens_of_gpt_oss_in_mxfp4(tmp_path):
     quantize_experts(plain, tmp_path / "small")
     assert try_cut(tmp_path / "small", [4]) == {"whole": None, "cut": None, "members": None}  # what a first start tries
     texts = [greedy_tokens(path, prompts()) for path in (tmp_path / "small", plain)]
-    texts += [greedy_tokens(tmp_path / "small", prompts(), num_members) for num_members in (1, 2)]
-    texts.append(greedy_tokens(tmp_path / "small", prompts(), 2, enable_expert_parallel=True))
-    assert texts == [texts[0]] * 5
+    cells = [(1, "raypp"), (2, "raypp"), (2, "transformers"), *sized((), ((4, "transformers"),))]
+    texts += [greedy_tokens(tmp_path / "small", prompts(), *cell) for cell in cells]
+    texts.append(greedy_tokens(tmp_path / "small", prompts(), 2, "raypp", enable_expert_parallel=True))
+    assert texts == [texts[0]] * len(texts)
     assert len(set(texts[0][0])) > 3
 
 

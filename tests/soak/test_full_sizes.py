@@ -20,6 +20,7 @@ FULL: dict[str, dict[str, str]] = {
     "tests/parity/test_speculation.py": {"TEST_SIZES": "all"},
     "tests/parity/test_members_texts.py": {"TEST_SIZES": "all"},
     "tests/parity/test_any_decoder.py": {"TEST_SIZES": "all"},
+    "tests/parity/test_decoder_members.py": {"TEST_SIZES": "all"},
     "tests/parity/test_altered_decoders.py": {"TEST_SIZES": "all"},
     "tests/parity/test_quantized_weights.py": {"TEST_SIZES": "all"},
     "tests/parity/test_latent_formats.py": {"TEST_SIZES": "all"},
