@@ -201,7 +201,7 @@ class PicturePrompts:
         """Return messages whose texts hold no placeholder of the model; those that they spell are cut."""
         config = reader.config
         placeholders = list(config.placeholder_ids)
-        if config.marks_in_prompts == "start":
+        if config.marks_in_prompts != "all":
             placeholders.append(config.vision_start_token_id)
         spelled = re.compile("|".join(map(re.escape, self._tokenizer.token_texts(placeholders))))
 

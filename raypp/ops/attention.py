@@ -89,7 +89,8 @@ class Heads:
         """All that the plan of a step depends on: layers of one kind share it."""
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
         has_sinks = self.sinks is not None
-        return HeadsKind(*sizes, self.scale, self.window, self.soft_cap, has_sinks, self.group, self.has_latents)
+        of_scores = self.scale, self.window, self.soft_cap, has_sinks
+        return HeadsKind(*sizes, *of_scores, self.group, self.has_latents, self.sees_ahead)
 
 
 class HeadsKind(NamedTuple):
@@ -105,6 +106,7 @@ class HeadsKind(NamedTuple):
     has_sinks: bool
     group: int
     has_latents: bool
+    sees_ahead: bool
 
 
 @dataclass(frozen=True, eq=False)

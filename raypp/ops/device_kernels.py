@@ -49,23 +49,27 @@ def make_first_sums(
             expected="tensor_parallel_size = 1, or GPUs with peer access (NCCL_P2P_DISABLE=1 denies it)",
             hint="more stages, or batch_invariant=false",
         )
-    most_rows, rows = 1 if memory is None else memory.max_bytes // (hidden_size * dtype.itemsize), 1
-    while rows <= 2 * most_rows:  # the last by another way
+    most_bytes = 0 if memory is None else memory.max_bytes
+    most_rows = max(1, most_bytes // (hidden_size * dtype.itemsize))
+    for rows in (*_powers_to(most_rows), most_rows, 2 * most_rows):  # the last by another way
         x = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
         sums(x, torch.zeros_like(x))
-        rows *= 2
     for rows in (1, 8):  # of a norm over all heads
         x = torch.zeros(rows, 2, device=device)
         sums(x, torch.zeros_like(x))
-    num_words = 16  # of what draws gather
-    while num_words * 4 <= (0 if memory is None else memory.max_bytes):
-        sums.gathered(torch.zeros(num_words, dtype=torch.int32, device=device))
-        num_words *= 2
+    for num_words in (*_powers_to(most_bytes >> 2), most_bytes >> 2):  # of what draws gather, 16 at least
+        if num_words >= 16:
+            sums.gathered(torch.zeros(num_words, dtype=torch.int32, device=device))
     if is_invariant:
         generator = torch.Generator(device).manual_seed(members.rank)
         x = torch.randn(2 * most_rows + 3, hidden_size, generator=generator, device=device).to(dtype)
         compare_rows("sum over the members", lambda x: sums(x, x.clone()), x)
     members.gathered(torch.zeros(1, device=device))
+
+
+def _powers_to(most: int) -> list[int]:
+    """Return the powers of two up to a number."""
+    return [1 << exponent for exponent in range(most.bit_length())]
 
 
 def choose_kernels(

@@ -61,7 +61,7 @@ class PlainArithmetic(TorchKernels):
                 [PlainLinear(matrix, None, block, 0 if block else _ANY_ROWS) for matrix in of_weight]
                 for of_weight, block in zip(matrices, blocks, strict=True)
             ]
-            return TorchExperts(norm, router, TorchChosenExperts(*both, weights.gate), of_router)
+            return TorchExperts(norm, router, TorchChosenExperts(*both, weights.gate, weights.first), of_router)
 
         num_chosen = router.routing.num_chosen
         shape = ExpertShape(down.num_outputs, down.num_inputs, len(down.data), num_chosen, kinds)

@@ -15,6 +15,8 @@ threads reading one of the host take 180 us, so that the others wait as long, lo
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -41,6 +43,8 @@ class PushedSums:
     def __init__(self, members: Members, device: Device) -> None:
         self._members = members
         self._device = device
+        # Nothing is multiplied, so one kernel serves all: what is warmed at start is what is captured.
+        self._launch_options = replace(device, is_invariant=False).launch_options
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Replace x by the sum of all members' x and the residual, and return it.
@@ -79,7 +83,7 @@ class PushedSums:
         self._launch(memory, x.view(torch.int32), residual.contiguous().view(torch.int32), _TYPES[x.dtype])
 
     def _launch(self, memory: MemberMemory, x: torch.Tensor, other: torch.Tensor, element: tl.dtype) -> None:
-        num_programs, device, num_words = len(memory.counts), self._device, x.nbytes >> 2
+        num_programs, num_words = len(memory.counts), x.nbytes >> 2
         block = max(_LEAST_WORDS, triton.next_power_of_2(triton.cdiv(num_words, num_programs)))
         _push_and_sum[(num_programs,)](
             x,
@@ -94,9 +98,9 @@ class PushedSums:
             BLOCK=block,
             TYPE=element,
             POLLS=_POLLS,
-            OVERLAPS=device.has_dependent_launch,
+            OVERLAPS=self._device.has_dependent_launch,
             num_warps=4 if block <= _MOST_WORDS_OF_FEW_WARPS else 8,
-            **device.launch_options,
+            **self._launch_options,
         )
 
 

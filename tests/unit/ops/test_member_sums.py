@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from raypp.ops.cuda import member_sums
 from raypp.ops.cuda.kernel_launch import Device
 from raypp.ops.cuda.member_sums import PushedSums
 
@@ -88,6 +90,23 @@ def test_large_sums_in_pieces_where_bits_must_not_depend_on_rows():
     assert torch.equal(own, expected)
     assert made[0].counts.tolist() == [2] * NUM_PROGRAMS
     assert not made[0].summed_elsewhere
+
+
+def test_one_kernel_serves_sums_and_draws(monkeypatch):
+    """What is compiled at start is what graphs capture, whether bits may depend on other rows or not."""
+    made, launched = members(2), []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *_, **options: launched.append(options)
+
+    monkeypatch.setattr(member_sums, "_push_and_sum", Kernel())
+    x = torch.zeros(1, 16, dtype=torch.float16, device=DEVICE)
+    for is_invariant in (False, True):
+        sums = PushedSums(made[0], replace(Device.of(DEVICE), is_invariant=is_invariant, is_interpreter=False))
+        sums(x, x)
+        sums.gathered(x.int())
+    assert launched[:2] == launched[2:]
 
 
 @pytest.mark.parametrize("count", [2, 3])
