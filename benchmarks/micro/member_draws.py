@@ -18,25 +18,18 @@ line is JSON.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from graph_timer import time_us
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from report import print_report
+from member_processes import run_members
 
 from raypp.ops.cuda.draw_kernels import TokenChooser
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.member_draws import MemberChooser
 from raypp.ops.sample.tables import AdjustedLogits, RowTables
 from raypp.ops.sample.vocabulary_part import VocabularyPart
-from raypp.transport.open import make_members, open_members
-from raypp.transport.rendezvous import Rendezvous, RendezvousServer
 
 _CHOICES = 20
 
@@ -48,39 +41,19 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--vocab", type=int, default=151936)
     args = parser.parse_args()
-    if torch.cuda.device_count() < args.members:
-        sys.exit(f"needs {args.members} GPUs, this machine has {torch.cuda.device_count()}")
-    server = RendezvousServer()
-    context = mp.get_context("spawn")
-    results: Any = context.SimpleQueue()
-    ranks = range(args.members)
-    processes = [context.Process(target=_run, args=(rank, args, server.address, results)) for rank in ranks]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(600)
-        if process.exitcode:
-            sys.exit(f"a member ended with {process.exitcode}")
-    print_report("member_draws", vars(args), results.get(), {})
+    run_members("member_draws", _measure, args)
 
 
-def _run(rank: int, args: argparse.Namespace, address: Rendezvous, results: Any) -> None:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    members = make_members(0, rank, args.members, device)
-    assert members is not None
-    open_members(members, 0, address, own_host="127.0.0.1", open_timeout_s=60.0, deadline_s=60.0)
+def _measure(members: Any, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
     part = VocabularyPart(members, args.vocab)
+    rank = members.rank
     figures: dict[str, float] = {}
-    with torch.inference_mode():
-        for rows in args.rows:
-            for name, choose in _ways(rows, part, device).items():
-                figures[f"{rows} rows, {name}"] = us = round(time_us([choose] * _CHOICES), 2)
-                if rank == 0:
-                    print(f"{rows:4d} rows, {name:<8}{us:9.2f} us", flush=True)
-    if rank == 0:
-        results.put(figures)
-    members.close()
+    for rows in args.rows:
+        for name, choose in _ways(rows, part, device).items():
+            figures[f"{rows} rows, {name}"] = us = round(time_us([choose] * _CHOICES), 2)
+            if rank == 0:
+                print(f"{rows:4d} rows, {name:<8}{us:9.2f} us", flush=True)
+    return figures
 
 
 def _ways(rows: int, part: VocabularyPart, device: torch.device) -> dict[str, Callable[[], torch.Tensor]]:

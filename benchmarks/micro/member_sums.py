@@ -10,23 +10,16 @@ JSON.
 from __future__ import annotations
 
 import argparse
-import sys
 import threading
 import time
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from report import print_report
+from member_processes import run_members
 
 from raypp.ops.cuda.kernel_launch import Device
 from raypp.ops.cuda.member_sums import PushedSums
-from raypp.transport.open import make_members, open_members
-from raypp.transport.rendezvous import Rendezvous, RendezvousServer
 
 _SUMS = 64
 
@@ -39,45 +32,25 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--replays", type=int, default=1000)
     args = parser.parse_args()
-    if torch.cuda.device_count() < args.members:
-        sys.exit(f"needs {args.members} GPUs, this machine has {torch.cuda.device_count()}")
-    server = RendezvousServer()
-    context = mp.get_context("spawn")
-    results: Any = context.SimpleQueue()
-    ranks = range(args.members)
-    processes = [context.Process(target=_run, args=(rank, args, server.address, results)) for rank in ranks]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(600)
-        if process.exitcode:
-            sys.exit(f"a member ended with {process.exitcode}")
-    print_report("member_sums", vars(args), results.get(), {})
+    run_members("member_sums", _measure, args)
 
 
-def _run(rank: int, args: argparse.Namespace, address: Rendezvous, results: Any) -> None:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    members = make_members(0, rank, args.members, device)
-    assert members is not None
-    open_members(members, 0, address, own_host="127.0.0.1", open_timeout_s=60.0, deadline_s=60.0)
+def _measure(members: Any, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+    rank = members.rank
     figures: dict[str, Any] = {}
-    with torch.inference_mode():
-        stream = torch.cuda.Stream()
-        torch.cuda.set_stream(stream)
-        for rows in args.rows:
-            for name in ("pushed", "nccl"):
-                figures[f"{rows} rows, {name}"] = us = _time(members, rank, rows, args.hidden, name, device)
-                if rank == 0:
-                    print(f"{rows:4d} x {args.hidden}, {name}: {us:.2f} us a sum", flush=True)
-        figures["replays_s"] = _replay(members, rank, args.replays, args.hidden, device)
-        figures["abort_s"] = _abort(members, rank, args.hidden, device)
-        if rank == 0:
-            print(f"{args.replays} replays of {_SUMS} sums: {figures['replays_s']:.1f} s")
-            print(f"a wait without the others ended {figures['abort_s'] * 1e3:.1f} ms after abort()", flush=True)
+    stream = torch.cuda.Stream()
+    torch.cuda.set_stream(stream)
+    for rows in args.rows:
+        for name in ("pushed", "nccl"):
+            figures[f"{rows} rows, {name}"] = us = _time(members, rank, rows, args.hidden, name, device)
+            if rank == 0:
+                print(f"{rows:4d} x {args.hidden}, {name}: {us:.2f} us a sum", flush=True)
+    figures["replays_s"] = _replay(members, rank, args.replays, args.hidden, device)
+    figures["abort_s"] = _abort(members, rank, args.hidden, device)
     if rank == 0:
-        results.put(figures)
-    members.close()
+        print(f"{args.replays} replays of {_SUMS} sums: {figures['replays_s']:.1f} s")
+        print(f"a wait without the others ended {figures['abort_s'] * 1e3:.1f} ms after abort()", flush=True)
+    return figures
 
 
 def _capture(

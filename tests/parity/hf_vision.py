@@ -111,8 +111,7 @@ def make_vision_checkpoint(seed: int, directory: Path, *, min_layers: int = 2, l
         model: Any = model_class(config)
         _randomize(model, adds_one=has_states)
     model.save_pretrained(directory)
-    for name in () if like is None else ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(like / name, directory)
+    _copy_tokenizer(like, directory)
     factor = patch_size * config.vision_config.spatial_merge_size
     bounds = {"shortest_edge": 2 * factor**2, "longest_edge": 24 * factor**2}
     images = {"size": bounds, "image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.3, 0.25]}
@@ -177,8 +176,7 @@ def make_gemma3_checkpoint(seed: int, directory: Path, *, like: Path | None = No
         model: Any = transformers.Gemma3ForConditionalGeneration(config)
         _randomize_gemma3(model)
     model.save_pretrained(directory)
-    for name in () if like is None else ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(like / name, directory)
+    _copy_tokenizer(like, directory)
     side = config.vision_config.image_size
     images = {"size": {"height": side, "width": side}, "image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.3, 0.25]}
     (directory / "preprocessor_config.json").write_text(json.dumps(images))
@@ -244,11 +242,15 @@ def make_gemma4_checkpoint(seed: int, directory: Path, *, like: Path | None = No
         model: Any = transformers.Gemma4ForConditionalGeneration(config)
         _randomize_gemma4(model)
     model.save_pretrained(directory)
-    for name in () if like is None else ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(like / name, directory)
+    _copy_tokenizer(like, directory)
     images = {"image_processor": {"max_soft_tokens": (5, 8, 11)[seed % 3], "do_normalize": False, "resample": 3}}
     (directory / "processor_config.json").write_text(json.dumps(images))
     return directory
+
+
+def _copy_tokenizer(like: Path | None, directory: Path) -> None:
+    for name in () if like is None else ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(like / name, directory)
 
 
 @torch.no_grad()

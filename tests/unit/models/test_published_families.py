@@ -219,7 +219,9 @@ def test_gemma4(tmp_path: Path) -> None:
         with pytest.raises(ModelLoadError, match=expected):
             read(tmp_path, GEMMA4_31B)
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {"max_soft_tokens": 1120}}))
-    assert read(tmp_path, GEMMA4_31B).vision.tokens_per_max_image == 1120  # type: ignore[union-attr]
+    larger = read(tmp_path, GEMMA4_31B).vision
+    assert larger is not None
+    assert larger.tokens_per_max_image == 1120
     assert parameter_counts(config) == (30_697_345_340, 30_697_345_340)
     windowed, whole = config.attending[0], config.attending[5]
     assert [layer.window for layer in config.attending[:6]] == [1024] * 5 + [None]

@@ -596,7 +596,7 @@ EXPERTS_IN_FEWER_BITS = (
 EXPERTS_IN_CI = ((TILES, EXPERTS_IN_FEWER_BITS[0]), (FEW, EXPERTS_IN_FEWER_BITS[3]), (SPLIT, EXPERTS_IN_FEWER_BITS[2]))
 
 
-@pytest.mark.parametrize(
+of_experts_in_fewer_bits = pytest.mark.parametrize(
     ("cut", "kinds", "blocks", "has_zero"),
     [
         pytest.param(cut, *values, marks=[] if (cut, values) in EXPERTS_IN_CI else pytest.mark.full)
@@ -605,6 +605,9 @@ EXPERTS_IN_CI = ((TILES, EXPERTS_IN_FEWER_BITS[0]), (FEW, EXPERTS_IN_FEWER_BITS[
         if cut is not SPLIT or values[0] in (("int4", "int4"), ("fp4", "fp4"))
     ],
 )
+
+
+@of_experts_in_fewer_bits
 def test_experts_in_fewer_bits(cut, kinds, blocks, has_zero):
     if cut is not SPLIT:
         cut = replace(cut, gate_up=Tuning(32, 32), down=Tuning(32, 16))
@@ -637,15 +640,7 @@ def test_experts_of_a_member(num_tokens, num_chosen, same_experts, cut):
         checks.check_experts(EXACT, num_tokens, shape, cut, same_experts=same_experts, own=own)
 
 
-@pytest.mark.parametrize(
-    ("cut", "kinds", "blocks", "has_zero"),
-    [
-        pytest.param(cut, *values, marks=[] if (cut, values) in EXPERTS_IN_CI else pytest.mark.full)
-        for cut in (FEW, TILES, SPLIT)
-        for values in EXPERTS_IN_FEWER_BITS
-        if cut is not SPLIT or values[0] in (("int4", "int4"), ("fp4", "fp4"))
-    ],
-)
+@of_experts_in_fewer_bits
 def test_experts_of_a_member_in_fewer_bits(cut, kinds, blocks, has_zero):
     if cut is not SPLIT:
         cut = replace(cut, gate_up=Tuning(32, 32), down=Tuning(32, 16))
