@@ -140,6 +140,7 @@ class DecoderModel:
         if config.embedding_scale != 1.0:  # rounded to the type, as models were trained
             self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device=device)
         self._head_embedding: torch.Tensor | None = None
+        self._head_weight: torch.Tensor | None = None
         self._lm_head: LMHead | None = None
         self._head_support = head_support
         self._final_norm: Projection | None = None
@@ -220,7 +221,7 @@ class DecoderModel:
         if support is not None:
             self._final_norm = kernels.norm(norm_weight, config.rms_norm_eps)
         if support is not None and support.gives_lm_head:
-            self._plain_lm_head = kernels.lm_head(Weight(weight))
+            self._plain_lm_head, self._head_weight = kernels.lm_head(Weight(weight)), weight
             return
         # A tied head counts as shared on any stage, so that a model computes the same however it is cut.
         self._lm_head = kernels.lm_head(
@@ -318,6 +319,11 @@ class DecoderModel:
         """Return the LM head's logits, [N, V] float32. Shapes: normalized [N, H]."""
         assert self._plain_lm_head is not None, "no draft head was announced"
         return hide_padding(self._plain_lm_head(normalized), self._part)
+
+    def head_weight(self) -> torch.Tensor:
+        """Return the LM head's weight, [V, H]; of a member, its part."""
+        assert self._head_weight is not None, "no draft head without an LM head was announced"
+        return self._head_weight
 
 
 def _before(layer: DecoderLayer, hidden: torch.Tensor) -> Any:

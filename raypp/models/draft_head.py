@@ -39,7 +39,7 @@ from raypp.ops.kv_cache import LayerCache
 from raypp.ops.sample.tables import AdjustedLogits
 from raypp.ops.sample.token_choice import TokenChoice
 from raypp.ops.sample.vocabulary_part import VocabularyPart, hide_padding
-from raypp.ops.weight import Weight
+from raypp.ops.weight import Weight, rounded_to_8_bits
 
 
 class HeadTarget(Protocol):
@@ -53,6 +53,9 @@ class HeadTarget(Protocol):
 
     def project(self, normalized: torch.Tensor) -> torch.Tensor:
         """Return the LM head's logits, [N, V] float32; of a member, its part. Shapes: normalized [N, H]."""
+
+    def head_weight(self) -> torch.Tensor:
+        """Return the LM head's weight, [V, H]; of a member, its part. It stays the model's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +90,8 @@ class DraftHead:
     ) -> None:
         self.config = config
         self._target = target
-        self._kernels = kernels = kernels.in_8_bits() if config.has_8_bit_weights else kernels
+        given, self._kernels = kernels, kernels.in_8_bits() if config.has_8_bit_weights else kernels
+        kernels = self._kernels
         self._choice = choice
         self._part = part
         layer, hidden = config.layer, config.layer.hidden_size
@@ -125,7 +129,7 @@ class DraftHead:
             self._attention = drafter = LatentDrafter(mixer)
             self._qkv, self._output = drafter.project, mixer.output
         self._mlp = (GatedMLP if layer.experts is None else SparseMLP)(layer, below, kernels)
-        self._logits = self._read_lm_head(weights)
+        self._logits = self._read_lm_head(weights, given)
         self._draft_to_target = _draft_to_target(config, weights) if config.maps_vocabulary else None
         head_dim, self._rope = layer.attending[0].rotation
         self._inverse_frequencies = inverse_frequencies(head_dim, self._rope).to(weights.device)
@@ -147,21 +151,24 @@ class DraftHead:
         else:
             self._qkv = kernels.linear(qkv, qkv_bias)
 
-    def _read_lm_head(self, weights: WeightReader) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _read_lm_head(self, weights: WeightReader, given: KernelSet) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what makes logits. The target's LM head is rounded to 8 bits besides: every draft reads all of it."""
         config, kernels = self.config, self._kernels
         hidden, eps, part = config.layer.hidden_size, config.layer.rms_norm_eps, self._part
-        own = Weight(read_vocabulary(config.layer, weights, "lm_head.weight")) if config.has_lm_head else None
-        if config.kind in ("eagle", "mtp"):  # what it guesses is normalized already
-            if own is None:
-                return self._target.project
-            project = kernels.linear(own)
+        is_normed = config.kind in ("eagle", "mtp")  # what it guesses is normalized already
+        norm_weight = None if is_normed else weights.tensor("norm.weight", hidden)
+        project: Callable[[torch.Tensor], torch.Tensor]
+        if config.has_lm_head:
+            own = Weight(read_vocabulary(config.layer, weights, "lm_head.weight"))
+            project = kernels.linear(own) if norm_weight is None else kernels.norm_linear(norm_weight, eps, own)
+        elif config.has_8_bit_weights:  # inputs have scales of their own, as beside any weight that is stored in 8 bits
+            project = given.linear(rounded_to_8_bits(self._target.head_weight()))
+        else:
+            project = self._target.project
+        if norm_weight is None or config.has_lm_head:
             return lambda x: hide_padding(project(x), part)
-        norm_weight = weights.tensor("norm.weight", hidden)
-        if own is not None:
-            norm_project = kernels.norm_linear(norm_weight, eps, own)
-            return lambda x: hide_padding(norm_project(x), part)
         norm = kernels.norm(norm_weight, eps)
-        return lambda x: self._target.project(norm(x))
+        return lambda x: hide_padding(project(norm(x)), part)
 
     def states(self, hidden: torch.Tensor, aux: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return what stands for the target's states, [T, H].

@@ -95,24 +95,29 @@ class DraftHeadConfig:
         return self.layer.hidden_size * (2 if self.kind == "eagle3" else 1)
 
     def weight_bytes(self, dtype_bytes: int) -> int:
-        """Return the bytes of what the last stage loads for it, the target's embedding not counted."""
+        """Return the bytes of what the last stage keeps for it, the target's embedding not counted."""
+        rounded = 0
+        if self.has_8_bit_weights:
+            products = [*self._step_products, self._fc, self._target_lm_head]
+            if self.layer.experts is not None:  # which keep their form
+                del products[2:4]
+            rounded = sum(product.rounded_bytes for product in products)
         if self.kind == "mtp":
-            return layer_sizes(self.layer, dtype_bytes)[0].weight_bytes + self._joining_bytes(dtype_bytes)
-        products = (*self._step_products, self._fc)
-        elements = sum(product.elements for product in products) + self._vector_elements
+            return layer_sizes(self.layer, dtype_bytes)[0].weight_bytes + self._joining_bytes(dtype_bytes) + rounded
+        elements = sum(product.elements for product in (*self._step_products, self._fc)) + self._vector_elements
         elements += self.has_embedding * self.target_vocab_size * self.layer.hidden_size
-        rounded = sum(product.rounded_bytes for product in products) if self.has_8_bit_weights else 0
         return elements * dtype_bytes + rounded
 
     def drafting_bytes(self, num_drafts: float, dtype_bytes: int) -> float:
         """Return the bytes of weights that are read to propose so many drafts, for up to 64 rows."""
         if self.kind == "mtp":
             per_draft = layer_sizes(self.layer, dtype_bytes)[0].reads.of(1) + self._joining_bytes(dtype_bytes)
-            return num_drafts * int(per_draft + self._target_lm_head * dtype_bytes)
+            return num_drafts * int(per_draft + self._bytes_read(self._target_lm_head, dtype_bytes))
         num_fc = num_drafts if self.kind == "eagle" else 1  # eagle3 joins states of the target alone
-        others = self._vector_elements + (0 if self.has_lm_head else self._target_lm_head)
-        own = sum(self._bytes_read(product, dtype_bytes) for product in self._step_products)
-        return num_drafts * (others * dtype_bytes + own) + num_fc * self._bytes_read(self._fc, dtype_bytes)
+        products = (*self._step_products, self._target_lm_head)
+        own = sum(self._bytes_read(product, dtype_bytes) for product in products)
+        own += self._vector_elements * dtype_bytes
+        return num_drafts * own + num_fc * self._bytes_read(self._fc, dtype_bytes)
 
     def _joining_bytes(self, dtype_bytes: int) -> int:
         """Return the bytes of what an MTP head has before and after its layer."""
@@ -122,9 +127,10 @@ class DraftHeadConfig:
         return product.rounded_bytes if self.has_8_bit_weights else product.elements * dtype_bytes
 
     @property
-    def _target_lm_head(self) -> int:
-        """Elements of the target's LM head, or of a member's part of it."""
-        return -(-self.target_vocab_size // self.layer.num_members) * self.layer.hidden_size
+    def _target_lm_head(self) -> _Product:
+        """The target's LM head where that is used, or a member's part of it."""
+        rows = 0 if self.has_lm_head else -(-self.target_vocab_size // self.layer.num_members)
+        return _Product(rows, self.layer.hidden_size)
 
     @property
     def _fc(self) -> _Product:

@@ -253,6 +253,12 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return quantized, scale
 
 
+def rounded_to_8_bits(weight: torch.Tensor) -> Weight:
+    """Return a weight [N, K] with a scale per row; see `quantize_rows`."""
+    data, scale = quantize_rows(weight)
+    return Weight(data, scale[:, None], block=(1, weight.shape[1]))
+
+
 def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return x W^T, [T, N] float32, in `out` if that is given. Only a CPU rounds it to x's type first.
 

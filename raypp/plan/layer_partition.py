@@ -121,8 +121,8 @@ def costs_of(
     """
     num_rows = num_rows or min(DECODE_ROWS, max_step_rows(config))
     num_proposed = 0.0 if head is None else float(config.speculative.max_drafts)
-    if config.speculative.num_speculative_tokens is None:
-        num_proposed *= SHADOW_SHARE  # while all stages are busy; one request waits for their sum
+    if num_proposed and config.speculative.num_speculative_tokens is None:
+        num_proposed = SHADOW_SHARE  # while all stages are busy; one request waits for their sum
     costs = {
         gpu: estimated_costs(
             model,

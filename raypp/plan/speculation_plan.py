@@ -192,8 +192,9 @@ def draft_policy(
     if head is not None:  # in the time of a step, which is that of reading its weights, or of starting its operations
         reads = total_reads(size.reads for size in layer_sizes(model, dtype_bytes))
         step_bytes = reads.always + lm_head_bytes(model, dtype_bytes)
-        by_bytes = head.drafting_bytes(given.max_drafts, dtype_bytes) / step_bytes
-        drafting_cost = max(by_bytes, given.max_drafts * _LAYERS_PER_DRAFT / (model.num_layers + 1))
+        drafting_cost = max(
+            head.drafting_bytes(1, dtype_bytes) / step_bytes, _LAYERS_PER_DRAFT / (model.num_layers + 1)
+        )
     cost = draft_cost(model, dtype_bytes, device, given.free_step_tokens)
     return AdaptiveDrafts(given.ladder, config.parallel.num_stages, cost, drafting_cost=drafting_cost)
 

@@ -122,9 +122,10 @@ class AdaptiveDrafts:
             ladder: The values of K to choose from, ascending; the first is 0.
             num_cohorts: Cohorts, each with an estimate of its own.
             cost: What a step of so many tokens costs.
-            drafting_cost: What proposing costs in addition, in the same unit. Some steps without drafts are followed
-                by a proposal, too. Where all cohorts have rows, the stage that proposes is what the others wait for:
-                it has the time of one stage, so it costs them as many times as much as there are cohorts.
+            drafting_cost: What proposing a draft costs in addition, in the same unit. Some steps without drafts are
+                followed by a proposal of one, too. Where all cohorts have rows, the stage that proposes is what the
+                others wait for: it has the time of one stage, so it costs them as many times as much as there are
+                cohorts.
         """
         assert ladder[0] == 0
         self._ladder = tuple(ladder)
@@ -146,7 +147,7 @@ class AdaptiveDrafts:
         return record.num_drafts
 
     def _cost_of(self, num_drafts: int, num_rows: int) -> float:
-        share = 1.0 if num_drafts else SHADOW_SHARE
+        share = num_drafts or SHADOW_SHARE
         if num_rows > 1:  # rows are spread evenly, so the others have some
             share *= len(self._acceptance)
         return self._cost(num_rows * (1 + num_drafts)) + share * self._drafting_cost

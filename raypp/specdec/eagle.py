@@ -1,7 +1,7 @@
 """The EAGLE proposer: a head drafts token after token from the target's hidden states; see `raypp.models.draft_head`.
 
     follow    every token of the step enters the head: states -> keys and values, in the head's own cache
-    propose   K times: attention of each row's newest token, guess the next one, and let that enter too
+    propose   once per draft: attention of each row's newest token, guess the next one, and let that enter too
 
 The head's cache has the target's blocks and block tables. What it holds at position p depends on the token at p + 1 as
 well, so the scheduler shares a block only between texts that also agree on the token after it.
@@ -43,7 +43,7 @@ class EagleProposer:
         device, max_rows = block_tables.device, block_tables.shape[1]
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         self._no_entries = NewEntries(nothing, nothing, nothing)
-        self._draft_start_loc = torch.arange(max_rows + 1, dtype=torch.int32, device=device) * num_drafts
+        self._row_numbers = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._draft_numbers = torch.arange(1, num_drafts + 1, dtype=torch.int32, device=device).unsqueeze(1)
 
     def follow(self, tokens: StepTokens, hidden: StepHidden) -> Followed:
@@ -54,8 +54,8 @@ class EagleProposer:
         newest = _newest_indices(tokens, hidden)
         return tuple(each.index_select(0, newest) for each in (entered.residual, entered.qkv, hidden.positions))
 
-    def propose(self, tokens: StepTokens, followed: Followed, max_length: int) -> Drafts:
-        """Return the drafts; all of them count."""
+    def propose(self, tokens: StepTokens, followed: Followed, max_length: int, most: int) -> Drafts:
+        """Return `most` drafts, each of which takes a pass of the head; the ids behind them mean nothing."""
         residual, qkv, newest = followed
         head, entered, draft_ids = self._head, Entered(residual, qkv), []
         num_rows = len(tokens.rows)
@@ -70,7 +70,7 @@ class EagleProposer:
             self._no_entries,
             tokens.rows,
             num_computed_tokens,
-            Queries(self._draft_start_loc[: num_rows + 1], num_rows * self._num_drafts, self._num_drafts),
+            Queries(self._row_numbers[: num_rows + 1] * most, num_rows * most, most),
             block_size=self._cache.keys.shape[2],
             max_len=self._max_len,
         )
@@ -78,9 +78,9 @@ class EagleProposer:
         positions, slots = (
             each.view(num_rows, -1).t().contiguous() for each in (inputs.positions, inputs.slot_mappings[0])
         )
-        seq_lens = (num_computed_tokens + self._draft_numbers).clamp_(max=self._max_len)
+        seq_lens = (num_computed_tokens + self._draft_numbers[:most]).clamp_(max=self._max_len)
         rotation = head.rotation(positions.view(-1))
-        for index in range(self._num_drafts):
+        for index in range(most):
             attention = AttentionBatch(
                 num_decode_rows=num_rows,
                 decode_query_len=1,
@@ -94,10 +94,10 @@ class EagleProposer:
             rope = Rotation(rotation.cos[of_rows], rotation.sin[of_rows])
             states, token_ids = head.finish(entered, rope, self._cache, attention)
             draft_ids.append(token_ids)
-            if index + 1 < self._num_drafts:
+            if index + 1 < most:
                 entered = head.enter(states, token_ids)
-        num_proposed = torch.full_like(num_computed_tokens, self._num_drafts)
-        return Drafts(torch.stack(draft_ids, 1), num_proposed)
+        draft_ids += draft_ids[:1] * (self._num_drafts - most)
+        return Drafts(torch.stack(draft_ids, 1), torch.full_like(num_computed_tokens, most))
 
 
 def _newest_indices(tokens: StepTokens, hidden: StepHidden) -> torch.Tensor:

@@ -53,14 +53,14 @@ class ForcedAcceptance:
 
 
 class AlwaysProposing:
-    """A proposer that stands behind all its drafts, misses too."""
+    """A proposer that stands behind as many drafts as are asked for, misses too."""
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
         self.has_own_graphs = proposer.has_own_graphs
         self.follow = proposer.follow
 
-    def propose(self, tokens: StepTokens, followed: Followed, max_length: int) -> Drafts:
+    def propose(self, tokens: StepTokens, followed: Followed, max_length: int, most: int) -> Drafts:
         """Return the drafts, none of them a miss."""
-        drafts = self._proposer.propose(tokens, followed, max_length)
-        return Drafts(drafts.draft_ids, torch.full_like(drafts.num_proposed, drafts.draft_ids.shape[1]))
+        drafts = self._proposer.propose(tokens, followed, max_length, most)
+        return Drafts(drafts.draft_ids, torch.full_like(drafts.num_proposed, most))

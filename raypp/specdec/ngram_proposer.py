@@ -49,7 +49,7 @@ class NgramProposer:
         """Do nothing: the tokens are in the table."""
         return ()
 
-    def propose(self, tokens: StepTokens, followed: Followed, max_length: int) -> Drafts:
+    def propose(self, tokens: StepTokens, followed: Followed, max_length: int, most: int) -> Drafts:
         """Return what followed the newest tokens where they stood before."""
         rows, lengths, table = tokens.rows, tokens.lengths, self._tokens
         assert lengths is not None

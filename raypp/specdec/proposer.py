@@ -47,13 +47,14 @@ class Proposer(Protocol):
     def follow(self, tokens: StepTokens, hidden: StepHidden) -> Followed:
         """Take in a step whose drafts are verified; called once for each, whether something is proposed or not."""
 
-    def propose(self, tokens: StepTokens, followed: Followed, max_length: int) -> Drafts:
+    def propose(self, tokens: StepTokens, followed: Followed, max_length: int, most: int) -> Drafts:
         """Return the next drafts of the rows that yielded in the step that was followed last.
 
         Args:
             tokens: Of the rows. Only they and their lengths count.
             followed: What `follow` returned.
             max_length: An upper bound of the lengths that the host knows.
+            most: So many drafts of a row are enough, 1..K_max; where drafts come all at once there may be more.
         """
 
 
@@ -74,9 +75,10 @@ class HybridProposer:
         """Take in a step."""
         return self._second.follow(tokens, hidden)
 
-    def propose(self, tokens: StepTokens, followed: Followed, max_length: int) -> Drafts:
+    def propose(self, tokens: StepTokens, followed: Followed, max_length: int, most: int) -> Drafts:
         """Return the first one's drafts where it stands behind any."""
-        first, second = self._first.propose(tokens, (), max_length), self._second.propose(tokens, followed, max_length)
+        first = self._first.propose(tokens, (), max_length, most)
+        second = self._second.propose(tokens, followed, max_length, most)
         is_first = first.num_proposed > 0
         return Drafts(
             torch.where(is_first.unsqueeze(1), first.draft_ids, second.draft_ids),

@@ -1,9 +1,10 @@
 """A proposer with CUDA graphs of its own: what it does after a verified decode step, between buffers of its own.
 
-    [ verified tokens ] --> follow (per rows and K) --> [ followed ] --> propose (per rows) --> [ next drafts ]
+    [ verified tokens ] --> follow (per rows and K) --> [ followed ] --> propose (per rows and K) --> [ next drafts ]
 
 Verification has graphs for every need of the sampler; these have none of that, so there are few of them. After any
 other step, with prompts in it, the second takes the rows that yielded just so. Rows that are proposed nothing skip it.
+The K of the second is that of the drafts which it makes.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class DraftGraphs:
     def record_proposals(self, buckets: Iterable[int]) -> None:
         """Capture the proposals of those numbers of rows, as far as memory allows, when everything else is captured.
 
-        One serves steps of every K. It runs before the host is told what the step's tail chose, so it may not have for
-        itself the memory where the tail of any K leaves that: all of them must have theirs by now.
+        They run before the host is told what the step's tail chose, so they may not have for themselves the memory
+        where the tail of any K leaves that: all of them must have theirs by now.
         """
         self._graphs.record_sizes(self._mode, sorted(buckets, reverse=True), self._record_proposal)
 
@@ -102,27 +103,27 @@ class DraftGraphs:
             changes=(self._speculation.tables, self),  # a layer may overwrite what was followed
             yields=lambda _: {"drafts": only(self._have_room(), self._drafts_of(bucket)[: self._num_rows])},
         )
-        for name, program in (("propose", self._propose), ("miss", self._miss)):
-            self._graphs.record(self._mode, (name, bucket), partial(program, bucket), watched=watched)
+        for count in (0, *self._speculation.num_proposed):
+            self._graphs.record(
+                self._mode, ("propose", bucket, count), partial(self._propose, bucket, count), watched=watched
+            )
         self._recorded.append(bucket)
 
-    def run(self, size: FullSize, num_rows: int, *, proposes: bool) -> None:
-        """Run it, on what was kept last. Of the B rows all but the first `num_rows` are padding."""
+    def run(self, size: FullSize, num_rows: int, num_drafts: int) -> None:
+        """Run it, on what was kept last, and propose `num_drafts`. Rows after the first `num_rows` of B are padding."""
         bucket, self._num_rows = size.num_rows, num_rows
         self._graphs.run(("follow", bucket, 1 + size.num_drafts))
         if bucket in self._recorded:
-            self._graphs.run(("propose" if proposes else "miss", bucket))
-        elif proposes:
-            self._propose(bucket)
+            self._graphs.run(("propose", bucket, num_drafts))
         else:
-            self._miss(bucket)
+            self._propose(bucket, num_drafts)
 
     def draft(self, hidden: StepHidden, max_length: int, search: Search, tokens: StepTokens) -> StepTokens:
         """Do as `Speculation.draft`, after a step that was no full graph; the drafts are valid until the next step."""
         num_rows = len(tokens.rows)
         # The smallest graph of proposals for so many rows.
         bucket = min((bucket for bucket in self._recorded if bucket >= num_rows), default=None)
-        if bucket is None or not num_rows or not search.proposes:
+        if bucket is None or not num_rows or not search.num_drafts:
             return self._speculation.draft(hidden, max_length, search, tokens)
         assert self._followed is not None
         assert tokens.lengths is not None
@@ -135,7 +136,7 @@ class DraftGraphs:
         for into, value in zip(kept, values, strict=True):
             into[:num_rows].copy_(value)
         self._num_rows = num_rows
-        self._graphs.run(("propose", bucket))
+        self._graphs.run(("propose", bucket, search.num_drafts))
         return replace(tokens, draft_ids=self._drafts_of(bucket)[:num_rows])
 
     def _yields_followed(self, result: None) -> dict[str, torch.Tensor]:
@@ -164,14 +165,12 @@ class DraftGraphs:
         for into, values in zip(self._followed, followed, strict=True):
             into[:bucket].copy_(values)
 
-    def _propose(self, bucket: int) -> None:
+    def _propose(self, bucket: int, num_drafts: int) -> None:
+        if not num_drafts:  # any valid ids will do: zeros, and whatever was verified, are
+            rows, verified = self._rows[:bucket], self._token_ids[:bucket].unsqueeze(1)
+            self._drafts_of(bucket).copy_(self._speculation.tables.miss(rows, verified))
+            return
         assert self._followed is not None
         followed = tuple(tensor[:bucket] for tensor in self._followed)
-        drafts = self._speculation.propose(self._kept(bucket, 1), followed, self._max_length)
+        drafts = self._speculation.propose(self._kept(bucket, 1), followed, self._max_length, num_drafts)
         self._drafts_of(bucket).copy_(drafts)
-
-    def _miss(self, bucket: int) -> None:
-        # Any valid ids will do: zeros, and whatever was verified, are.
-        self._drafts_of(bucket).copy_(
-            self._speculation.tables.miss(self._rows[:bucket], self._token_ids[:bucket].unsqueeze(1))
-        )

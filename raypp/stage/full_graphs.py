@@ -30,7 +30,6 @@ from raypp.row_params import Needs
 from raypp.stage.draft_graphs import DraftGraphs
 from raypp.stage.request_rows import FedBack
 from raypp.stage.schemas import StageSchemas
-from raypp.stage.speculation import Search
 from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_batch import LastHidden, StepBatch, graph_batch
 from raypp.stage.step_end import EndInputs, EndOutputs, StepEnd
@@ -255,7 +254,7 @@ class FullGraphs:
             ended = self._tail(self._batches[size], inputs)
         without: tuple[str, ...] = () if masks is not None else ("draft_ids",)
         if self.drafts is not None:
-            self.drafts.run(size, self._num_rows, proposes=search.proposes)
+            self.drafts.run(size, self._num_rows, search.num_drafts)
             self._leaving.write(self._schemas.feedback.num_bytes(size.num_rows, size.num_rows))
             if masks is not None:  # the driver gets the drafts, too
                 tokens = replace(ended.outputs.tokens, draft_ids=self._feedback_views(size.num_rows)["draft_ids"])
@@ -313,8 +312,9 @@ class FullGraphs:
         if self.drafts is not None:
             draft = self.drafts.keep
         elif end.speculation is not None:
-            draft = partial(end.speculation.draft, last.hidden, self._spec.max_seq_len + 1, Search())
-        inputs = replace(inputs, search=Search())
+            draft = partial(end.speculation.draft, last.hidden, self._spec.max_seq_len + 1, end.speculation.search)
+        if end.speculation is not None:
+            inputs = replace(inputs, search=end.speculation.search)
         outputs = end.run(batch, last, inputs, self._feedback_views(batch.num_rows), draft)
         if self.drafts is None:
             self._leaving.write(self._schemas.feedback.num_bytes(batch.num_rows, batch.num_rows))

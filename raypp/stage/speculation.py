@@ -28,15 +28,15 @@ _SHADOW_EVERY = 4
 followed by a search, and its outcome compared in the next one."""
 
 _HEAD_SHADOW_EVERY = 8
-"""The same where a head proposes, on any device."""
+"""The same where a head proposes, on any device: one draft, which is all that is compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
     """What a step without drafts does all the same, so that the driver hears of text that turns repetitive."""
 
+    num_drafts: int = 0  # that are proposed for the next step
     compares: bool = True  # the first draft with the token that is sampled
-    proposes: bool = True  # the next drafts
 
 
 class Speculation:
@@ -73,6 +73,10 @@ class Speculation:
         self._is_sparing = device.type == "cpu" or self.proposer.has_own_graphs
         self._shadow_every = _HEAD_SHADOW_EVERY if self.proposer.has_own_graphs else _SHADOW_EVERY
         self._num_plain_steps: dict[int, int] = {}  # by cohort, since the last search
+        self.search = Search(spec.max_drafts)
+        """Of a step that does everything."""
+        self.num_proposed = tuple(sorted({1, *spec.speculative.ladder} - {0}))
+        """How many drafts a step may propose: 1, and the values of K."""
         self._forced: ForcedAcceptance | None = None
         if given.forced_acceptance_rate is not None:
             _LOG.warning("drafts are accepted at a forced rate of %g: texts are nonsense", given.forced_acceptance_rate)
@@ -80,13 +84,17 @@ class Speculation:
             self.proposer = AlwaysProposing(self.proposer)
 
     def search_of(self, plan: StepPlan) -> Search:
-        """Return what to do in this step; called once for each. A step with drafts does everything."""
-        if not self._is_sparing or plan.num_drafts or not plan.num_decode_rows:
+        """Return what to do in this step; called once for each. With drafts it proposes as many as it verifies."""
+        if not self._is_sparing:
+            return self.search
+        if plan.num_drafts or not plan.num_decode_rows:
             self._num_plain_steps[plan.cohort] = 0
-            return Search()
+            if not plan.num_drafts:
+                return self.search
+            return Search(next(count for count in self.num_proposed if count >= plan.num_drafts))
         count = self._num_plain_steps.get(plan.cohort, self._shadow_every - 1) + 1
         self._num_plain_steps[plan.cohort] = count % self._shadow_every
-        return Search(compares=count == 1, proposes=count == self._shadow_every)
+        return Search(int(count == self._shadow_every), compares=count == 1)
 
     def drafts(self, batch: StepBatch) -> torch.Tensor:
         """Return the drafts that the step verifies, int32 [D, K] for its D decode rows."""
@@ -114,24 +122,25 @@ class Speculation:
             return replace(tokens, lengths=first + 1)
         return replace(tokens, **self.tables.verify(rows, first, token_ids)._asdict())
 
-    def propose(self, tokens: StepTokens, followed: Followed, max_length: int) -> torch.Tensor:
+    def propose(self, tokens: StepTokens, followed: Followed, max_length: int, most: int) -> torch.Tensor:
         """Propose the next drafts of the rows that yielded, and remember them; return them, [Y, K_max] int32.
 
         Args:
             tokens: What they yielded.
             followed: What the proposer made of the step.
             max_length: An upper bound of their lengths that the host knows.
+            most: So many drafts of a row are enough.
         """
-        drafts = self.proposer.propose(tokens, followed, max_length)
+        drafts = self.proposer.propose(tokens, followed, max_length, most)
         self.tables.remember(tokens.rows, drafts)
         return drafts.draft_ids
 
     def draft(self, hidden: StepHidden, max_length: int, search: Search, tokens: StepTokens) -> StepTokens:
         """Follow a step that was verified, and propose; return its tokens with the next drafts."""
         followed = self.proposer.follow(tokens, hidden)
-        if not search.proposes:
+        if not search.num_drafts:
             return replace(tokens, draft_ids=self.tables.miss(tokens.rows, tokens.token_ids))
-        return replace(tokens, draft_ids=self.propose(tokens, followed, max_length))
+        return replace(tokens, draft_ids=self.propose(tokens, followed, max_length, search.num_drafts))
 
 
 def _proposer(

@@ -37,7 +37,7 @@ from raypp.ops.cuda.invariant_attention import InvariantAttention
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.product_tuning import MAX_ROWS, MAX_ROWS_IN_8_BITS, input_type_in_8_bits
-from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, fold_norm, project, rounded_to_8_bits
+from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, fold_norm, project
 from raypp.ops.cuda.router_kernels import Routed, arrange, most_tiles, route
 from raypp.ops.cuda.row_inputs_kernel import row_inputs as row_inputs_kernel
 from raypp.ops.cuda.token_quantization import TokenNorm, quantize_tokens
@@ -51,7 +51,7 @@ from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Adjustments, Posi
 from raypp.ops.sample.token_choice import mask_truncated, sample, sample_greedy, top_logprobs
 from raypp.ops.sample.token_history import TokenHistory
 from raypp.ops.state_sizes import RowState
-from raypp.ops.weight import FP4, Weight, WeightKind, quantize_rows
+from raypp.ops.weight import FP4, Weight, WeightKind, quantize_rows, rounded_to_8_bits
 from raypp.row_params import Needs
 from raypp.specdec.table_bytes import row_tokens_width
 
@@ -735,7 +735,7 @@ def check_projection(
         is_gated,
     )
     if has_8_bits:
-        product = rounded_to_8_bits(product)
+        product = replace(product, weight=rounded_to_8_bits(product.weight.data))
         reads = reads or (dtype if num_rows <= FEW_ROWS else torch.float8_e5m2)
         x = x.to(reads).to(dtype)
     residual = kernels.normal(num_rows, num_outputs) if has_residual else None

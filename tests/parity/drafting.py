@@ -51,13 +51,13 @@ class Witness:
         self.proposals: list[Proposal] = []
         original = Speculation.propose
 
-        def propose(speculation, tokens, followed, max_length):
-            drafts = original(speculation, tokens, followed, max_length)
+        def propose(speculation, tokens, followed, max_length, most):
+            drafts = original(speculation, tokens, followed, max_length, most)
             rows, lengths = tokens.rows, tokens.lengths
             table, limits = speculation.tokens.table, speculation.tables._limits.tolist()
             for row, length, line in zip(rows.tolist(), lengths.tolist(), drafts.tolist(), strict=True):
                 if row < len(table) - 2:  # else padding
-                    room = max(limits[row] - length, 0)  # behind a row's end nothing is kept
+                    room = min(most, max(limits[row] - length, 0))  # behind a row's end nothing is kept
                     self.proposals.append(Proposal(tuple(table[row, :length].tolist()), line[:room]))
             return drafts
 

@@ -211,14 +211,14 @@ def test_a_late_mask_leaves_what_a_head_has_written(monkeypatch: pytest.MonkeyPa
         newest[:] = (first + (kept - 1).clamp(min=0)).tolist()
         return follow(proposer, tokens, hidden)
 
-    def proposed(proposer: EagleProposer, tokens: StepTokens, made: Followed, max_length: int) -> Drafts:
+    def proposed(proposer: EagleProposer, tokens: StepTokens, made: Followed, max_length: int, most: int) -> Drafts:
         nonlocal num_repeated
         [row] = tokens.rows.tolist()
         num_repeated += newest[0] > int(tokens.lengths[0]) - 2
         size, blocks = proposer._cache.keys.shape[2], proposer._block_tables[0, row]
         slots = [(int(blocks[position // size]), position % size) for position in range(newest[0])]
         before = [[side[block, :, place].clone() for side in proposer._cache] for block, place in slots]
-        drafts = propose(proposer, tokens, made, max_length)
+        drafts = propose(proposer, tokens, made, max_length, most)
         for (block, place), states in zip(slots, before, strict=True):
             for side, kept in zip(proposer._cache, states, strict=True):
                 assert torch.equal(side[block, :, place], kept), (newest, place)

@@ -30,7 +30,7 @@ from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.latent_attention import CudaLatentAttention, LatentLayerAttention
 from raypp.ops.cuda.member_sums import PushedSums
 from raypp.ops.cuda.product_tuning import MAX_ROWS, OwnProduct, input_type_in_8_bits, own_product
-from raypp.ops.cuda.projection import MOST_SPLIT_ROWS, Product, fold_norm, partial_floats, project, rounded_to_8_bits
+from raypp.ops.cuda.projection import MOST_SPLIT_ROWS, Product, fold_norm, partial_floats, project
 from raypp.ops.cuda.quantized_projection import (
     Fp8Projection,
     Int4Projection,
@@ -42,7 +42,7 @@ from raypp.ops.cuda.token_quantization import TokenNorm
 from raypp.ops.kv_cache import LayerCache
 from raypp.ops.members import Members
 from raypp.ops.row_state import DeltaHeads
-from raypp.ops.weight import Weight, linear_in_float32
+from raypp.ops.weight import Weight, linear_in_float32, rounded_to_8_bits
 
 ALL_ROWS = 1 << 30
 """More rows than any step has."""
@@ -284,7 +284,7 @@ class CudaKernels:
         return make(weight, bias, norm, self._device, self._workspace, is_gated=is_gated)
 
     def _projection(self, product: Product, *, is_float32: bool = False) -> CudaProjection:
-        rounded = rounded_to_8_bits(product) if self._has_8_bits else None
+        rounded = replace(product, weight=rounded_to_8_bits(product.weight.data)) if self._has_8_bits else None
         projection = CudaProjection(product, self._device, self._workspace, rounded, is_float32=is_float32)
         self._most_own_rows = max(self._most_own_rows, projection.most_own_rows)
         return projection

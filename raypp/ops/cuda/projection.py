@@ -20,7 +20,7 @@ Twin: `linear` of tests/gpu/reference_ops.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -28,7 +28,7 @@ import triton.language as tl
 
 from raypp.ops.cuda.between_products import as_stored, silu
 from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, fence_shared, start
-from raypp.ops.weight import Weight, quantize_rows
+from raypp.ops.weight import Weight
 
 FEW_ROWS = 2
 """Up to so many rows are multiplied element by element, and may be normalized in the same launch."""
@@ -61,12 +61,6 @@ class Product:
     def has_blocks(self) -> bool:
         """Whether an output has several scales."""
         return self.weight.scale is not None and self.weight.block[1] < self.num_inputs
-
-
-def rounded_to_8_bits(product: Product) -> Product:
-    """Return this product with a plain weight rounded to 8 bits; see `raypp.ops.weight`."""
-    data, scale = quantize_rows(product.weight.data)
-    return replace(product, weight=Weight(data, scale[:, None], block=(1, product.num_inputs)))
 
 
 def fold_norm(weight: torch.Tensor, norm_weight: torch.Tensor) -> None:
