@@ -11,8 +11,9 @@ its replays:
     joined    as qwen, but all logits are gathered, and each member draws from all: what was before
     alone     as qwen, of all logits, by one GPU: what a stage of one member takes
 
-Tokens are compared with those of one GPU. `NCCL_P2P_DISABLE=1` measures GPUs that do not reach each other. The last
-line is JSON.
+Tokens are compared with those of one GPU. `NCCL_P2P_DISABLE=1` measures GPUs that do not reach each other. With `--cold`
+other bytes went through the second-level cache before each choice, as layers' weights do in a step. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from raypp.ops.sample.tables import AdjustedLogits, RowTables
 from raypp.ops.sample.vocabulary_part import VocabularyPart
 
 _CHOICES = 20
+_OTHER_BYTES = 256 << 20
 
 
 def main() -> None:
@@ -40,6 +42,7 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--cold", action="store_true", help="with caches that hold other bytes, as in a step")
     args = parser.parse_args()
     run_members("member_draws", _measure, args)
 
@@ -48,9 +51,13 @@ def _measure(members: Any, device: torch.device, args: argparse.Namespace) -> di
     part = VocabularyPart(members, args.vocab)
     rank = members.rank
     figures: dict[str, float] = {}
+    other = torch.empty(_OTHER_BYTES if args.cold else 0, dtype=torch.int8, device=device)
+    before = [lambda: other.add_(1)] if args.cold else []
+    others_us = time_us(before * _CHOICES) if before else 0.0
     for rows in args.rows:
         for name, choose in _ways(rows, part, device).items():
-            figures[f"{rows} rows, {name}"] = us = round(time_us([choose] * _CHOICES), 2)
+            us = time_us([*before, choose] * _CHOICES) * len([*before, choose]) - others_us
+            figures[f"{rows} rows, {name}"] = us = round(us, 2)
             if rank == 0:
                 print(f"{rows:4d} rows, {name:<8}{us:9.2f} us", flush=True)
     return figures

@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=1, help="the sizes of one of so many, see `member_sums.py`")
     parser.add_argument("--query-len", type=int, default=1, help="tokens of a row: 1 and its drafts")
     parser.add_argument("--kv-cache-dtype", choices=["model", "fp8"], default="model")
+    parser.add_argument("--batch-invariant", action="store_true", help="with sums that do not depend on other rows")
     args = parser.parse_args()
     require_gpu()
     kv_dtype = FP8 if args.kv_cache_dtype == "fp8" else torch.bfloat16
@@ -123,6 +124,7 @@ def main() -> None:
         max_query_len=args.query_len,
         num_ring_entries=2,
         kv_dtype=kv_dtype,
+        is_invariant=args.batch_invariant,
     )
     model = build_model(config, start_layer=start, end_layer=end, dtype=torch.bfloat16, device=device, kernels=kernels)
     model.load_weights(DummyWeights(0, device))
