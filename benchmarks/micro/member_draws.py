@@ -11,9 +11,9 @@ its replays:
     joined    as qwen, but all logits are gathered, and each member draws from all: what was before
     alone     as qwen, of all logits, by one GPU: what a stage of one member takes
 
-Tokens are compared with those of one GPU. `NCCL_P2P_DISABLE=1` measures GPUs that do not reach each other. With `--cold`
-other bytes went through the second-level cache before each choice, as layers' weights do in a step. The last line is
-JSON.
+Tokens are compared with those of one GPU. `NCCL_P2P_DISABLE=1` measures GPUs that do not reach each other. With
+`--cold` other bytes went through the second-level cache before each choice, as layers' weights do in a step. The last
+line is JSON.
 """
 
 from __future__ import annotations

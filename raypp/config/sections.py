@@ -195,7 +195,8 @@ class SpeculativeSection(Section):
     Hugging Face id. As a flat setting `model` names the engine's own model, so this one is given within its section."""
     head_weights: Literal["auto", "model", "fp8"] = "auto"
     """What a head's weights are read as, the model's LM head included where it has none. `model`: as the model's.
-    `fp8`: where a product has up to 64 rows, in 8 bits, kept besides: half the bytes of a draft. Drafts are a little worse for it, the text is not: it is the model's.
+    `fp8`: where a product has up to 64 rows, in 8 bits, kept besides: half the bytes of a draft. Drafts are a little
+    worse for it, the text is not: it is the model's.
     `auto`: fp8 on GPUs that have it (compute capability 8.9) with a model in 16 bits."""
     num_speculative_tokens: int | None = Field(default=None, ge=1, le=16)
     """Drafts per row and step, always. None: chosen for each cohort from `draft_ladder`, by how many are accepted."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -106,17 +105,10 @@ class MessageSlots:
 FULL = "full"
 
 _TAILS = (Needs.GREEDY, Needs.ALL)
-"""The second gives each row what it asks for, and holds rows under a grammar to their masks."""
+"""The second gives each row what it asks for but log-probabilities, and holds rows under a grammar to their masks."""
 _NUM_SLOTS = 3  # in front of all else: the slot of the step's input, whether there is any, the slot of its output
 _COLUMNS = 2  # rows; rows that are fed back
 _ENTRY_COLUMNS = 3  # of block entries: row of the tables, position, block; as many by group of layers
-
-
-class Ended(NamedTuple):
-    """What a tail leaves, besides its message to the first stage."""
-
-    outputs: EndOutputs
-    top: torch.Tensor | None  # `TopLogprobs.packed` of the step's positions, where their rows ask; None: none does
 
 
 class FullGraphs:
@@ -155,6 +147,7 @@ class FullGraphs:
         """Whether the last choice of tokens was a graph."""
         self.last: LastHidden
         """Of the step that was run last, padding included. Last stage only."""
+        self._chosen: torch.Tensor  # [N] int64, tokens, where the tail that was recorded last leaves them
         self._batches = {size: self._batch(size) for size in sizes}
         self.drafts: DraftGraphs | None = None
         """What the proposer's own graphs do, if it has some."""
@@ -194,6 +187,8 @@ class FullGraphs:
                     masks = self._end.grammars.of_places(size.num_rows, size.num_tokens, size.num_drafts)
                 tail = partial(self._tail, batch, EndInputs(needs, masks=masks))
                 self._graphs.record(FULL, ("tail", *size, needs), tail, watched=self._watched_tail(batch, needs))
+            if self._graphs.makes_graphs:
+                self._graphs.record(FULL, ("report", *size), partial(self._report, batch, self._chosen))
         if self.drafts is not None:
             self.drafts.record(batch, lambda: self.last.hidden)
 
@@ -234,7 +229,7 @@ class FullGraphs:
         if last is not None:
             self.last = last
 
-    def end(self, step: StepBatch, inputs: EndInputs) -> tuple[Ended, tuple[str, ...]]:
+    def end(self, step: StepBatch, inputs: EndInputs) -> tuple[EndOutputs, torch.Tensor | None, tuple[str, ...]]:
         """Choose the tokens and write the feedback to its slot. Last stage only.
 
         Args:
@@ -242,27 +237,32 @@ class FullGraphs:
             inputs: What the end of the step is to do.
 
         Returns:
-            What became of it, padding included, and which columns of the result do not count.
+            What became of it, padding included; `TopLogprobs.packed` of the step's positions, if any row asks; and
+            which columns of the result do not count.
         """
         size, search, masks = FullSize(step.size.message[0], step.query_len - 1), inputs.search, inputs.masks
         is_greedy = inputs.needs == Needs.GREEDY and masks is None
         key = ("tail", *size, Needs.GREEDY if is_greedy else Needs.ALL)
         self.has_graph_of_choice = key in self._graphs
+        batch, top = self._batches[size], None
         if self.has_graph_of_choice:
-            ended: Ended = self._graphs.run(key)
+            outputs: EndOutputs = self._graphs.run(key)
         else:  # there was no memory for it, or there are no graphs
-            ended = self._tail(self._batches[size], inputs)
+            outputs = self._tail(batch, inputs)
+        if Needs.LOGPROBS in inputs.needs:
+            reported = ("report", *size)
+            has_graph = self.has_graph_of_choice and reported in self._graphs
+            top = self._graphs.run(reported) if has_graph else self._report(batch, outputs.chosen)
         without: tuple[str, ...] = () if masks is not None else ("draft_ids",)
         if self.drafts is not None:
             self.drafts.run(size, self._num_rows, search.num_drafts)
             self._leaving.write(self._schemas.feedback.num_bytes(size.num_rows, size.num_rows))
             if masks is not None:  # the driver gets the drafts, too
-                tokens = replace(ended.outputs.tokens, draft_ids=self._feedback_views(size.num_rows)["draft_ids"])
-                result = PackedResult.of(tokens, has_drafts=True)
-                ended = ended._replace(outputs=ended.outputs._replace(result=result))
+                tokens = replace(outputs.tokens, draft_ids=self._feedback_views(size.num_rows)["draft_ids"])
+                outputs = outputs._replace(result=PackedResult.of(tokens, has_drafts=True))
             if not search.compares:
                 without += ("num_drafted", "num_matched")
-        return ended, without
+        return outputs, top, without
 
     def _column(self, column: int, bucket: int, width: int = 1) -> torch.Tensor:
         first = _NUM_SLOTS + column * bucket
@@ -305,7 +305,12 @@ class FullGraphs:
         self._leaving.write(schema.num_bytes(*batch.size.message))
         return slot_mapping, None
 
-    def _tail(self, batch: StepBatch, inputs: EndInputs) -> Ended:
+    def _report(self, batch: StepBatch, chosen: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities of the step that was run last. Shapes: chosen [N] int64."""
+        assert self._end is not None
+        return self._end.sampler.report(self.last.logits, batch.rows_of_logits(), chosen).packed()
+
+    def _tail(self, batch: StepBatch, inputs: EndInputs) -> EndOutputs:
         """End a step. Drafts are always compared and proposed: which steps do without is known when it runs."""
         last, end, draft = self.last, self._end, None
         assert end is not None
@@ -318,10 +323,8 @@ class FullGraphs:
         outputs = end.run(batch, last, inputs, self._feedback_views(batch.num_rows), draft)
         if self.drafts is None:
             self._leaving.write(self._schemas.feedback.num_bytes(batch.num_rows, batch.num_rows))
-        top = None
-        if Needs.LOGPROBS in inputs.needs:
-            top = end.sampler.report(last.logits, batch.rows_of_logits(), outputs.chosen).packed()
-        return Ended(outputs, top)
+        self._chosen = outputs.chosen
+        return outputs
 
     def _watched_body(self, batch: StepBatch) -> Watched:
         def yields(ran: tuple[torch.Tensor, LastHidden | None]) -> dict[str, torch.Tensor]:
@@ -352,11 +355,11 @@ class FullGraphs:
         assert self._end is not None
         sampler, grammars, speculation = self._end.sampler, self._end.grammars, self._end.speculation
 
-        def yields(ended: Ended) -> dict[str, torch.Tensor]:
+        def yields(outputs: EndOutputs) -> dict[str, torch.Tensor]:
             num_rows, num_tokens = self._num_rows, self._num_rows * batch.query_len
             counts = owned_tokens(self.last.hidden.slot_mapping, self._spec.block_size)[:num_tokens]
             rows = {name: column[:num_rows] for name, column in self._feedback_views(batch.num_rows).items()}
-            tokens, chosen = rows["token_ids"][:, : batch.query_len].reshape(-1), ended.outputs.chosen
+            tokens, chosen = rows["token_ids"][:, : batch.query_len].reshape(-1), outputs.chosen
             return {**rows, "token_ids": only(counts, tokens), "chosen": only(counts, chosen[:num_tokens])}
 
         tables = None if speculation is None else speculation.tables

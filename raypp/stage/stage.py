@@ -309,12 +309,12 @@ class Stage:
         asked = end.inputs(batch)
         wants_logprobs = Needs.LOGPROBS in asked.needs
         if batch.is_full_graph and full is not None:
-            (outputs, top), without = full.end(batch, asked)
+            outputs, top, without = full.end(batch, asked)
             if not full.has_graph_of_choice and self._makes_graphs:
                 self._tracer.forwards.add_unrecorded(Unrecorded.CHOICE)
             self._clock.end()
             link.send(step_id, self._feedback.num_bytes(num_rows, num_rows))
-            if wants_logprobs and top is not None:
+            if top is not None:
                 logprobs = self._logprobs.report_full_graph(batch, last.logits, outputs.chosen, top)
         else:
             draft = None

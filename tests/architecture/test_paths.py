@@ -51,7 +51,7 @@ MAX_STATEMENTS = {
     "raypp/plan": 1_737,  # numbers of stages and members are compared; GPUs, latents and edges count as what they are
     "raypp/scheduler": 1_859,  # with caches and attention by layer; images that no chunk cuts
     "raypp/specdec": 230,
-    "raypp/stage": 2_459,  # which experts of a checkpoint are other members'
+    "raypp/stage": 2_463,  # which experts of a checkpoint are other members'
     "raypp/supervision": 250,
     "raypp/testing": 559,  # small copies of models whose layers differ in sizes
     "raypp/transport": 1_706,  # with members: over gloo, NCCL, in shared memory; slices; addresses not to be reached
