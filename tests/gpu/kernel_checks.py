@@ -753,6 +753,9 @@ def check_projection(
     got = project(x, product, residual, tuning, kernels.device, kernels.workspace, dtype)
     kernels.assert_close(got, expected, 4)
     assert torch.equal(got, project(x, product, residual, tuning, kernels.device, kernels.workspace, dtype))
+    if tuning.num_splits > 1:  # one program sums the same parts in the same order
+        in_turn = replace(tuning, num_splits=1, num_turns=tuning.num_splits)
+        assert torch.equal(got, project(x, product, residual, in_turn, kernels.device, kernels.workspace, dtype))
     assert not kernels.workspace.counters.any()
 
 

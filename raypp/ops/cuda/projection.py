@@ -33,8 +33,8 @@ from raypp.ops.weight import Weight
 FEW_ROWS = 2
 """Up to so many rows are multiplied element by element, and may be normalized in the same launch."""
 
-MOST_SPLIT_ROWS = 512
-"""More rows go through a split product in turns, where its splits must not depend on them."""
+MOST_TILE_ROWS = 128
+"""Of a program of more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,8 @@ class Tuning:
     Args:
         outputs: Of a program.
         inputs: Of a piece of the weight that is asked for at once.
-        num_splits: Parts of K; only with more than few rows and no gate.
+        num_splits: Programs that share K; only with more than few rows and no gate.
+        num_turns: Parts of K that each of them sums one after the other, in the order in which others' are added.
         num_warps: Of a program.
         num_stages: Pieces under way from memory.
         least_rows: Of a tile. Hopper's tensor cores multiply fewer than 16 rows by other instructions than more.
@@ -89,6 +90,7 @@ class Tuning:
     outputs: int
     inputs: int
     num_splits: int = 1
+    num_turns: int = 1
     num_warps: int = 4
     num_stages: int = 3
     least_rows: int = 8
@@ -145,7 +147,7 @@ def project(
         "HAS_GATE": product.is_gated,
         "HAS_BIAS": product.bias is not None,
         "HAS_RESIDUAL": residual is not None,
-        "IS_EVEN": num_inputs % (tuning.inputs * tuning.num_splits) == 0,
+        "IS_EVEN": num_inputs % (tuning.inputs * tuning.num_splits * tuning.num_turns) == 0,
         "CLAMPS": scale is not None and (y.dtype == torch.float16 or y.element_size() == 1),
         "OVERLAPS": device.has_dependent_launch,
         "num_warps": tuning.num_warps,
@@ -153,13 +155,6 @@ def project(
     }
     num_programs = triton.cdiv(num_outputs, tuning.outputs)
     block_rows, block_columns = product.weight.block
-    if device.is_invariant and tuning.num_splits > 1 and num_rows > MOST_SPLIT_ROWS:
-        for begin in range(0, num_rows, MOST_SPLIT_ROWS):
-            rows = slice(begin, begin + MOST_SPLIT_ROWS)
-            scale_of_rows = None if x_scale is None else x_scale[:, rows]
-            before = None if residual is None else residual[rows]
-            project(x[rows], product, before, tuning, device, workspace, y.dtype, y[rows], scale_of_rows)
-        return y
     if num_rows <= FEW_ROWS and x_scale is None and not device.is_invariant:
         assert not product.has_blocks, "tensor cores multiply blocks"
         project_few[(num_programs,)](
@@ -205,19 +200,17 @@ def project(
         OUTPUTS=tuning.outputs,
         INPUTS=tuning.inputs,
         SPLITS=tuning.num_splits,
+        TURNS=tuning.num_turns,
         num_stages=tuning.num_stages,
         **flags,
     )
     return y
 
 
-_MOST_PADDED = 128
-
-
 def _padded(num_rows: int, product: Product, tuning: Tuning) -> int:
     """Return the rows of a tile: the smallest number that tensor cores take of this type, or more."""
     least = tuning.least_rows if product.weight.scale is None else 16
-    return min(_MOST_PADDED, max(least, int(triton.next_power_of_2(num_rows))))
+    return min(MOST_TILE_ROWS, max(least, int(triton.next_power_of_2(num_rows))))
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # one kernel for all that fit a tile
@@ -250,6 +243,7 @@ def _project_rows(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
+    TURNS: tl.constexpr,
 ):
     strip, split = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -261,84 +255,96 @@ def _project_rows(
     cell = real.to(tl.int64)[:, None] * num_inputs + column[None, :]
     up_offset = num_outputs.to(tl.int64) * num_inputs
     x_cell = row.to(tl.int64)[:, None] * num_inputs + column[None, :]
-    split_inputs = tl.cdiv(tl.cdiv(num_inputs, INPUTS), SPLITS) * INPUTS
-    first = split * split_inputs
-    last = tl.minimum(first + split_inputs, num_inputs)
-    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    up_total = total
-    inside = (first + column < last)[None, :]
-    first_piece = load(weight + cell + first, inside, IS_EVEN)
-    first_up_piece = first_piece
+    y_cell = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
+    in_y = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
+    EARLY: tl.constexpr = (32 if HAS_BLOCKS else 64) >= ROWS
+    part_inputs = tl.cdiv(tl.cdiv(num_inputs, INPUTS), SPLITS * TURNS) * INPUTS
+    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    up_sums = sums
     addend = load_vector(bias, output, num_outputs, HAS_BIAS)
     up_addend = addend
     factor = load_scale(weight_scale, output, num_outputs, HAS_SCALE)
     up_factor = factor
     if HAS_GATE:
-        first_up_piece = load(weight + up_offset + cell + first, inside, IS_EVEN)
         up_addend = load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
         up_factor = load_scale(weight_scale, num_outputs + output, 2 * num_outputs, HAS_SCALE)
-    start(OVERLAPS)
-    first_value = tl.load(x + x_cell + first, mask=is_row if IS_EVEN else is_row & inside, other=0.0)
-    x_factor = tl.full((ROWS,), 1.0, tl.float32)
-    if HAS_X_SCALE:
-        x_factor = tl.load(x_scale + real_row)
-    y_cell = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
-    in_y = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
     before = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    EARLY: tl.constexpr = (32 if HAS_BLOCKS else 64) >= ROWS
-    if HAS_RESIDUAL and EARLY:  # now, not at the end, so that its latency is hidden, if registers hold it
-        before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
-    if HAS_BLOCKS:
-        # Scales are loaded one piece ahead here: the compiler does that for the pieces alone.
-        num_blocks = tl.cdiv(num_inputs, BLOCK_COLUMNS)
-        x_scales, scales = x_scale + real_row, weight_scale + real // BLOCK_ROWS * num_blocks
-        up_scales = weight_scale + (num_outputs + real) // BLOCK_ROWS * num_blocks
-        last_block = num_blocks - 1
-        block = tl.minimum(first // BLOCK_COLUMNS, last_block)
-        first_by_row, first_by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
-        first_by_up = first_by_output
-        block = tl.minimum((first + INPUTS) // BLOCK_COLUMNS, last_block)
-        by_row, by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
-        by_up = by_output
+    x_factor = tl.full((ROWS,), 1.0, tl.float32)
+    if TURNS > 1:
+        start(OVERLAPS)
+    for turn in range(TURNS):
+        first = (split * TURNS + turn) * part_inputs
+        last = tl.minimum(first + part_inputs, num_inputs)
+        total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        up_total = total
+        inside = (first + column < last)[None, :]
+        first_piece = load(weight + cell + first, inside, IS_EVEN)
+        first_up_piece = first_piece
         if HAS_GATE:
-            first_by_up = tl.load(up_scales + tl.minimum(first // BLOCK_COLUMNS, last_block))
-            by_up = tl.load(up_scales + tl.minimum((first + INPUTS) // BLOCK_COLUMNS, last_block))
-    for begin in range(first + INPUTS, last, INPUTS):
-        inside = (begin + column < last)[None, :]
-        value = tl.load(x + x_cell + begin, mask=is_row if IS_EVEN else is_row & inside, other=0.0)
-        piece = load(weight + cell + begin, inside, IS_EVEN)
-        fence_shared(OVERLAPS)
+            first_up_piece = load(weight + up_offset + cell + first, inside, IS_EVEN)
+        if TURNS == 1:
+            start(OVERLAPS)
+        first_value = tl.load(x + x_cell + first, mask=is_row if IS_EVEN else is_row & inside, other=0.0)
+        if HAS_X_SCALE:
+            x_factor = tl.load(x_scale + real_row)
+        if HAS_RESIDUAL and EARLY:  # now, not at the end, so that its latency is hidden, if registers hold it
+            before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
         if HAS_BLOCKS:
-            block = tl.minimum((begin + INPUTS) // BLOCK_COLUMNS, last_block)
-            next_by_row, next_by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
-            total += tl.dot(piece, tl.trans(value)) * (by_output.to(tl.float32)[:, None] * by_row[None, :])
-            by_output = next_by_output
-        else:
-            total = tl.dot(piece, tl.trans(value), total)
-        if HAS_GATE:
-            up_piece = load(weight + up_offset + cell + begin, inside, IS_EVEN)
+            # Scales are loaded one piece ahead here: the compiler does that for the pieces alone.
+            num_blocks = tl.cdiv(num_inputs, BLOCK_COLUMNS)
+            x_scales, scales = x_scale + real_row, weight_scale + real // BLOCK_ROWS * num_blocks
+            up_scales = weight_scale + (num_outputs + real) // BLOCK_ROWS * num_blocks
+            last_block = num_blocks - 1
+            block = tl.minimum(first // BLOCK_COLUMNS, last_block)
+            first_by_row, first_by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
+            first_by_up = first_by_output
+            block = tl.minimum((first + INPUTS) // BLOCK_COLUMNS, last_block)
+            by_row, by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
+            by_up = by_output
+            if HAS_GATE:
+                first_by_up = tl.load(up_scales + tl.minimum(first // BLOCK_COLUMNS, last_block))
+                by_up = tl.load(up_scales + tl.minimum((first + INPUTS) // BLOCK_COLUMNS, last_block))
+        for begin in range(first + INPUTS, last, INPUTS):
+            inside = (begin + column < last)[None, :]
+            value = tl.load(x + x_cell + begin, mask=is_row if IS_EVEN else is_row & inside, other=0.0)
+            piece = load(weight + cell + begin, inside, IS_EVEN)
+            fence_shared(OVERLAPS)
             if HAS_BLOCKS:
-                next_by_up = tl.load(up_scales + block)
-                up_total += tl.dot(up_piece, tl.trans(value)) * (by_up.to(tl.float32)[:, None] * by_row[None, :])
-                by_up = next_by_up
+                block = tl.minimum((begin + INPUTS) // BLOCK_COLUMNS, last_block)
+                next_by_row, next_by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
+                total += tl.dot(piece, tl.trans(value)) * (by_output.to(tl.float32)[:, None] * by_row[None, :])
+                by_output = next_by_output
             else:
-                up_total = tl.dot(up_piece, tl.trans(value), up_total)
+                total = tl.dot(piece, tl.trans(value), total)
+            if HAS_GATE:
+                up_piece = load(weight + up_offset + cell + begin, inside, IS_EVEN)
+                if HAS_BLOCKS:
+                    next_by_up = tl.load(up_scales + block)
+                    up_total += tl.dot(up_piece, tl.trans(value)) * (by_up.to(tl.float32)[:, None] * by_row[None, :])
+                    by_up = next_by_up
+                else:
+                    up_total = tl.dot(up_piece, tl.trans(value), up_total)
+            if HAS_BLOCKS:
+                by_row = next_by_row
         if HAS_BLOCKS:
-            by_row = next_by_row
-    if HAS_BLOCKS:
-        by_cell = first_by_output.to(tl.float32)[:, None] * first_by_row[None, :]
-        total += tl.dot(first_piece, tl.trans(first_value)) * by_cell
-        if HAS_GATE:
-            by_cell = first_by_up.to(tl.float32)[:, None] * first_by_row[None, :]
-            up_total += tl.dot(first_up_piece, tl.trans(first_value)) * by_cell
-    else:
-        total = tl.dot(first_piece, tl.trans(first_value), total)
-        if HAS_GATE:
-            up_total = tl.dot(first_up_piece, tl.trans(first_value), up_total)
+            by_cell = first_by_output.to(tl.float32)[:, None] * first_by_row[None, :]
+            total += tl.dot(first_piece, tl.trans(first_value)) * by_cell
+            if HAS_GATE:
+                by_cell = first_by_up.to(tl.float32)[:, None] * first_by_row[None, :]
+                up_total += tl.dot(first_up_piece, tl.trans(first_value)) * by_cell
+        else:
+            total = tl.dot(first_piece, tl.trans(first_value), total)
+            if HAS_GATE:
+                up_total = tl.dot(first_up_piece, tl.trans(first_value), up_total)
+        if TURNS > 1:
+            sums += total
+            up_sums += up_total
+        else:
+            sums, up_sums = total, up_total
     if HAS_GATE:
-        totals, is_last = sums_of_splits((tl.trans(total), tl.trans(up_total)), partial, counters, SPLITS)
+        totals, is_last = sums_of_splits((tl.trans(sums), tl.trans(up_sums)), partial, counters, SPLITS)
     else:
-        totals, is_last = sums_of_splits((tl.trans(total),), partial, counters, SPLITS)
+        totals, is_last = sums_of_splits((tl.trans(sums),), partial, counters, SPLITS)
     if is_last:
         if HAS_RESIDUAL and not EARLY:
             before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)

@@ -28,8 +28,14 @@ from raypp.ops.cuda.int4_products import (
     project_int4,
 )
 from raypp.ops.cuda.kernel_launch import Device, Workspace
-from raypp.ops.cuda.product_tuning import most_exact_rows_of_fp8, most_own_rows_of_fp8, tune_fp8, tune_int4
-from raypp.ops.cuda.projection import MOST_SPLIT_ROWS, Product, Tuning, partial_floats, project
+from raypp.ops.cuda.product_tuning import (
+    most_exact_rows_of_fp8,
+    most_own_rows_of_fp8,
+    most_split_rows,
+    tune_fp8,
+    tune_int4,
+)
+from raypp.ops.cuda.projection import Product, Tuning, partial_floats, project
 from raypp.ops.cuda.token_quantization import QuantizedTokens, TokenNorm, quantize_tokens
 from raypp.ops.weight import Weight, by_output
 
@@ -205,7 +211,8 @@ class Fp8Projection(QuantizedProjection):
         self._most_exact_rows = 0 if self._device.is_invariant else most_exact_rows_of_fp8(self._product)
         self._tunings: dict[int, Tuning] = {}
         own_rows = range(1, most_own_rows_of_fp8(self._product, self._device) + 1)
-        for num_rows in (*own_rows, MOST_SPLIT_ROWS) if self._device.is_invariant else own_rows:
+        most = (most_split_rows(self._product),) if self._device.is_invariant else ()
+        for num_rows in (*own_rows, *most):
             self._tunings[num_rows] = tuning = tune_fp8(num_rows, self._product, self._device)
             self._workspace.reserve(partial_floats(num_rows, self._product, tuning))
 

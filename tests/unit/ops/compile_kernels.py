@@ -567,7 +567,7 @@ def call_latents(_: Workspace) -> None:
 
 def call_invariant(workspace: Workspace) -> None:
     """Call what gives a row the same bits beside any others, with few rows and many."""
-    device, rows_of = replace(DEVICE, is_invariant=True), numbers_of_rows((1, 200), (16, 64, 512))
+    device, rows_of = replace(DEVICE, is_invariant=True), numbers_of_rows((1, 200, 512), (16, 64))
     shapes = ((4096, 1024, False), (24576, 4096, True), (4096, 12288, False))
     products = [
         projection.Product(Weight(torch.empty(*shape, dtype=BF16)), None, 1e-6, gate) for *shape, gate in shapes
