@@ -145,7 +145,7 @@ class TokenChooser:
         sizes = (vocab_size, part // TILE)
         launch = self._launch_options(logits)
         _gather[(num_rows, num_parts)](
-            *given, tables.seed, positions, tokens, *between, *parts, *sizes, TILE=TILE, ROOM=ROOM, **launch
+            *given, tables.seed, positions, tokens, *between, *parts, *sizes, ROOM=ROOM, **self._blocks(), **launch
         )
         by_row = (*given, tables.seed, positions, tokens, *between, vocab_size)
         rooms = {"ROOM": ROOM, "FEW": _FEW}
@@ -170,7 +170,7 @@ class TokenChooser:
         """Find the best token of each row, its logit and, if the row is truncated, a pivot."""
         num_rows, num_logits = logits.own.shape
         part, num_parts = self._parts(num_rows, num_logits)
-        assert self._truncated is not None
+        blocks = self._blocks()
         _survey[(num_rows, num_parts)](
             *given,
             tokens,
@@ -179,12 +179,14 @@ class TokenChooser:
             num_logits,
             part // TILE,
             vocab_size,
-            TILE=TILE,
-            BLOCK=self._truncated.block,
-            NUM_BLOCKS=self._truncated.num_blocks,
-            PADDED_BLOCKS=triton.next_power_of_2(self._truncated.num_blocks),
+            PADDED_BLOCKS=triton.next_power_of_2(blocks["NUM_BLOCKS"]),
+            **blocks,
             **self._launch_options(logits),
         )
+
+    def _blocks(self) -> dict[str, int]:
+        assert self._truncated is not None
+        return {"TILE": TILE, "BLOCK": self._truncated.block, "NUM_BLOCKS": self._truncated.num_blocks}
 
     def _launch_options(self, logits: AdjustedLogits) -> dict[str, Any]:
         overlaps, has_changed = self._device.has_dependent_launch, logits.is_changed is not None
@@ -416,6 +418,13 @@ def _survey(
             tl.store(total_weights + row, tl.full((), 0, tl.int64))
 
 
+@triton.jit
+def reaching_blocks(of_blocks, token, num_logits, row_highest, scale, farthest, BLOCK: tl.constexpr):
+    """Return for each token whether any of its block is that near: logits of others need not be read."""
+    block_highest = tl.load(of_blocks + token // BLOCK, mask=token < num_logits, other=-float("inf"))
+    return distances(block_highest, row_highest, scale) <= farthest
+
+
 @triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=_BY_ROW)
 def _gather(
     logits,
@@ -442,6 +451,8 @@ def _gather(
     vocab_size,
     num_tiles,
     TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
     ROOM: tl.constexpr,
     HAS_CHANGED: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -460,11 +471,13 @@ def _gather(
     if is_truncated & is_finite:
         pivot = distances(tl.load(pivots + row), row_highest, scale)
         weight = tl.full((TILE,), 0, tl.int64)
+        of_blocks = block_highest + row * NUM_BLOCKS
         for begin in range(first, last, TILE):
             token = begin + offset
-            value = load_logits(of_row, token, vocab_size)
+            is_read = reaching_blocks(of_blocks, token, vocab_size, row_highest, scale, pivot, BLOCK) | (row_k == 0)
+            value = load_logits(of_row, tl.where(is_read, token, vocab_size), vocab_size)
             distance = distances(value, row_highest, scale)
-            reaches = (distance <= pivot) & (token < vocab_size)
+            reaches = (distance <= pivot) & (token < vocab_size) & is_read
             num_reaching = tl.sum(reaches.to(tl.int32), 0)
             if num_reaching > 0:
                 place = tl.atomic_add(num_gathered + row, num_reaching)

@@ -28,6 +28,7 @@ from raypp.ops.cuda.draw_kernels import (
     better,
     gumbel,
     key_of,
+    reaching_blocks,
     store_best,
     store_pair,
     truncation_of,
@@ -95,19 +96,20 @@ class MemberChooser(TokenChooser):
         states = torch.empty(2, 4, num_rows, dtype=torch.int64, device=at)
         of_part, num_parts = self._parts(num_rows, num_logits)
         sizes = (num_logits, of_part // TILE, num_rows, part.vocab_size)
-        options = {"COUNT": part.members.count, "TILE": TILE, **self._launch_options(logits)}
+        blocks = between[2]
+        options = {"COUNT": part.members.count, **self._blocks(), **self._launch_options(logits)}
         first = sums = added
         for step in range(_LAST.value):
             own, other = added[step & 1], added[1 - step & 1]
             by_digit = (found_by_all, first, sums, states)
-            _add_by_digit[(num_rows, num_parts)](*given, *by_digit, own, other, *sizes, step, **options)
+            _add_by_digit[(num_rows, num_parts)](*given, *by_digit, blocks, own, other, *sizes, step, **options)
             has_counts = step < _NUM_DIGITS.value
             sums = gathered((own if has_counts else own[1]).view(torch.int32)).view(torch.int64)
             first = sums if step == 0 else first
         pairs = self._pairs(num_rows)
         _draw_part[(num_rows, num_parts)](
             *given,
-            *(found_by_all, first, sums, states),
+            *(found_by_all, first, sums, states, blocks),
             *(tables.seed, positions, tokens, found, pairs),
             *self._results_of_parts(num_rows * num_parts),
             *sizes,
@@ -244,6 +246,7 @@ def _add_by_digit(
     first,
     sums,
     states,
+    block_highest,
     added,
     cleared,
     num_logits,
@@ -253,6 +256,8 @@ def _add_by_digit(
     step,
     COUNT: tl.constexpr,
     TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
     HAS_CHANGED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -279,11 +284,15 @@ def _add_by_digit(
             if (step == 0) & (row_k > 0):
                 pivot = _highest_of(found + _padded_rows(num_rows), row, num_rows, COUNT)
                 farthest = distances(pivot, row_highest, scale)
+            farthest = tl.minimum(farthest, low + (_NUM_BINS << shift) - 1)
+            of_blocks = block_highest + row * NUM_BLOCKS
             for begin in range(begins, tl.minimum(begins + num_tiles * TILE, num_logits), TILE):
                 token = begin + tl.arange(0, TILE)
-                distance = distances(load_logits(of_row, token, num_logits), row_highest, scale)
+                is_read = reaching_blocks(of_blocks, token, num_logits, row_highest, scale, farthest, BLOCK)
+                logit = load_logits(of_row, tl.where(is_read, token, num_logits), num_logits)
+                distance = distances(logit, row_highest, scale)
                 digit = (distance - low) >> shift
-                inside = (token < num_logits) & (distance >= low) & (distance <= farthest) & (digit < _NUM_BINS)
+                inside = (token < num_logits) & is_read & (distance >= low) & (distance <= farthest)
                 num_inside = tl.sum(inside.to(tl.int32), 0)
                 if num_inside > 0:
                     bins = added + of_bins
@@ -317,6 +326,7 @@ def _draw_part(
     first,
     sums,
     states,
+    block_highest,
     seeds,
     positions,
     own_tokens,
@@ -332,6 +342,8 @@ def _draw_part(
     first_token,
     COUNT: tl.constexpr,
     TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
     HAS_CHANGED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -347,15 +359,19 @@ def _draw_part(
         farthest = tl.full((), _ANY_DISTANCE, tl.int32)
         if is_truncated:
             farthest = _narrowed(row, num_rows, _LAST, row_k, row_p, first, sums, states, COUNT)
+        of_blocks = block_highest + row * NUM_BLOCKS
+        read_blocks = tl.where(is_truncated, num_logits, 0)
         key = key_of(seeds, positions, row, of)
         least_weight = tl.load(min_p + of).to(tl.float64) * MOST
         best_value = tl.full((TILE,), -float("inf"), tl.float32)
         best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
         for begin in range(begins, tl.minimum(begins + num_tiles * TILE, num_logits), TILE):
             token = begin + tl.arange(0, TILE)
-            logit = load_logits(of_row, token, num_logits)
+            is_read = reaching_blocks(of_blocks, token, read_blocks, row_highest, scale, farthest, BLOCK)
+            is_read |= read_blocks == 0
+            logit = load_logits(of_row, tl.where(is_read, token, num_logits), num_logits)
             distance = distances(logit, row_highest, scale)
-            stays = (distance <= farthest) & (token < num_logits)
+            stays = (distance <= farthest) & (token < num_logits) & is_read
             if least_weight > 0.0:
                 stays &= weights(distance).to(tl.float64) >= least_weight
             if tl.max(stays.to(tl.int32), 0) > 0:
