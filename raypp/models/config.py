@@ -17,11 +17,19 @@ from typing import Any, Literal, NamedTuple, cast
 from raypp.errors import ConfigError, ModelLoadError, page
 from raypp.models.asked import PROBE, asked
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer, ModulesConfig
-from raypp.models.checkpoint_names import are_alike, file_of_tensor, has_safetensors, name_of_text, stored_tensors
+from raypp.models.checkpoint_names import (
+    are_alike,
+    file_of_tensor,
+    has_own_form,
+    has_safetensors,
+    name_of_text,
+    stored_tensors,
+)
 from raypp.models.config_fields import ConfigFields, read_json
 from raypp.models.expert_config import ExpertConfig, read_experts
 from raypp.models.families import FAMILIES, LOGIT_CAP, NULL_IS_NONE, TEXT_FAMILIES, Activation, Family, Windows
 from raypp.models.generation_config import GENERATION_CONFIG
+from raypp.models.mistral_format import PARAMS_FILE, read_params
 from raypp.models.quantization import Quantization, read_quantization
 from raypp.models.rope_config import RopeConfig, of_kind, read_local_rope, read_rope, with_rope_scaling
 from raypp.models.vision_config import VisionConfig, read_vision_config
@@ -193,10 +201,15 @@ def load_model_config(
     Raises:
         ModelLoadError: no such file, an architecture or a feature that raypp does not have, a missing or wrong field.
     """
-    file = path / "config.json"
-    whole = ConfigFields(file, read_json(file))
+    whole = read_fields(path)
     architecture = _architecture(whole, impl)
     if architecture not in FAMILIES:
+        if has_own_form(path):
+            raise ModelLoadError(
+                f"{path}: transformers' modules do not read Mistral's own form of a model",
+                got=f"{PARAMS_FILE} without {whole.file.with_name('config.json').name}, model_impl={impl}",
+                expected="model_impl = auto or raypp",
+            )
         has_options = rope_scaling is not None
         return _transformers_config(path, whole, architecture, trusts_code=trusts_code, has_options=has_options)
     family = FAMILIES[architecture]
@@ -274,6 +287,17 @@ def load_model_config(
         embedding_scale=math.sqrt(hidden_size) if family.scales_embedding else 1.0,
         logit_cap=fields.number(LOGIT_CAP) if fields.get(LOGIT_CAP) is not None else None,
     )
+
+
+def read_fields(path: Path) -> ConfigFields:
+    """Return the fields of config.json, or what it would say of a model in Mistral's own form.
+
+    Raises:
+        ModelLoadError: there is none, or it is not understood.
+    """
+    if has_own_form(path):
+        return read_params(path / PARAMS_FILE)
+    return ConfigFields(path / "config.json", read_json(path / "config.json"))
 
 
 def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
