@@ -21,7 +21,9 @@ from typing import Any
 from raypp.models.config_fields import ConfigFields, read_json
 
 PARAMS_FILE = "params.json"
-_HINT = "only config.json can say of a model what these fields cannot; it is read where it lies beside model.safetensors"
+_HINT = (
+    "only config.json can say of a model what these fields cannot; it is read where it lies beside model.safetensors"
+)
 _EOS = 2  # of all of Mistral's tokenizers; params.json has no tokens
 _POSITIONS = 128_000  # where nothing is said
 
@@ -118,7 +120,7 @@ def read_params(file: Path) -> ConfigFields:
     """
     fields = ConfigFields(file, read_json(file))
     _require(fields, _KNOWN, _ONLY)
-    if (fields.get("multimodal") or {}).get("whisper_model_args"):
+    if fields.get("multimodal") is not None and fields.section("multimodal").get("whisper_model_args"):
         raise fields.error("multimodal.whisper_model_args", "an encoder of sounds", "nothing: raypp reads no sounds")
     has_latents = any(fields.get(name) is not None for name in _OF_LATENTS)
     values: dict[str, Any] = {own: fields.integer(name) for name, own in _INTEGERS.items()}
@@ -143,9 +145,7 @@ def read_params(file: Path) -> ConfigFields:
     return ConfigFields(file, values)
 
 
-def _require(
-    fields: ConfigFields, known: frozenset[str], only: Mapping[str, tuple[object, ...]]
-) -> None:
+def _require(fields: ConfigFields, known: frozenset[str], only: Mapping[str, tuple[object, ...]]) -> None:
     """Refuse fields that say what is not known here: they may change what a layer computes."""
     for name, value in fields.values.items():
         if value is None:
@@ -167,7 +167,9 @@ def _section(
 def _read_latents(fields: ConfigFields) -> dict[str, Any]:
     """Return the fields of a model whose keys and values are made of latents, and of its experts."""
     if fields.get("sliding_window") is not None:
-        raise fields.error("sliding_window", fields.get("sliding_window"), "nothing: layers with latents see all tokens")
+        raise fields.error(
+            "sliding_window", fields.get("sliding_window"), "nothing: layers with latents see all tokens"
+        )
     moe = _section(fields, "moe", _KNOWN_OF_EXPERTS, _ONLY_EXPERTS)
     return {
         "architectures": ["Mistral4ForCausalLM"],

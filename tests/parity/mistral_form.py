@@ -41,7 +41,7 @@ def write_mistral_form(source: Path, target: Path, num_files: int = 1, *, has_in
     head_dim = config.get("head_dim")
     has_latents, method = "kv_lora_rank" in config, (config.get("quantization_config") or {}).get("quant_method")
     stored = {"vision_encoder.patch_conv.weight": torch.ones(4, 4)}
-    for name, tensor in _one_by_one(tensors):
+    for name, tensor in one_by_one(tensors):
         own = next(re.sub(f"^{here}$", there, name) for here, there in _PATTERNS.items() if re.fullmatch(here, name))
         for number, letter in _NUMBERS.items():
             own = own.replace(number, letter)
@@ -63,7 +63,7 @@ def write_mistral_form(source: Path, target: Path, num_files: int = 1, *, has_in
     return target
 
 
-def _one_by_one(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def one_by_one(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors, those of all experts as one for each."""
     for name, tensor in tensors.items():
         if not (found := re.fullmatch(r"(.+\.experts)\.(gate_up_proj|down_proj)", name)):
@@ -75,6 +75,20 @@ def _one_by_one(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.T
                 continue
             for part, half in zip(("gate", "up"), expert.chunk(2), strict=True):
                 yield f"{found[1]}.{index}.{part}_proj.weight", half.contiguous()
+
+
+def joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors with those of all experts as one, as transformers writes them; see `one_by_one`."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for prefix in {name.partition(".experts.")[0] for name in tensors.keys() - found.keys()}:
+        count = sum(name.startswith(f"{prefix}.experts.") for name in tensors) // 3
+        parts = {
+            part: torch.stack([tensors[f"{prefix}.experts.{index}.{part}_proj.weight"] for index in range(count)])
+            for part in ("gate", "up", "down")
+        }
+        found[f"{prefix}.experts.gate_up_proj"] = torch.cat((parts["gate"], parts["up"]), 1)
+        found[f"{prefix}.experts.down_proj"] = parts["down"]
+    return found
 
 
 def params_of(config: dict[str, Any]) -> dict[str, Any]:

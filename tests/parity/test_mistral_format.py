@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from exactness import ExactComparison
 from hf_models import make_checkpoint, sizes_for_members
-from mistral_form import write_mistral_form
+from mistral_form import joined, one_by_one, write_mistral_form
 from quantized_tensors import LINEAR, OF_LATENTS, quantize_checkpoint
+from safetensors.torch import load_file, save_file
 
 from raypp.config.engine_config import EngineConfig
+from raypp.models.weights import CheckpointWeights, WeightReader, read_kv_scales
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.sampling_params import SamplingParams
@@ -84,13 +87,14 @@ def test_tokens_equal_those_of_transformers_form(name: str, tmp_path: Path) -> N
     compare(own, source, tensor_parallel_size=count, num_stages=num_stages)
 
 
+KV = {"k": 0.5, "v": 2.0}
 FORMS = {
     "fp8": ("mistral4", 2, "fp8 static", 1, 2),
     "fp8-members": ("mistral4", 0, "fp8 static", 2, 1),
     "nvfp4": ("mistral4", 8, "nvfp4", 1, 2),
     "fp8-blocks-members": ("mistral4", 2, "compressed fp8 blocks", 2, 1),
     "ministral-fp8": ("ministral3", 0, "fp8 static", 2, 1),
-    "ministral-fp8-blocks": ("ministral3", 2, "compressed fp8 blocks", 1, 2),
+    "ministral-fp8-channels": ("ministral3", 2, "compressed fp8 channel", 1, 2),
 }
 
 
@@ -101,8 +105,21 @@ def test_tokens_of_few_bits_equal_those_of_the_dequantized_model(name: str, tmp_
     family, seed, form, count, num_stages = FORMS[name]
     sizes = OF_FORM[family] | (sizes_for_members(family, count, seed) if count > 1 else {})
     source = make_checkpoint(family, seed, tmp_path / "source", min_layers=3, rope_parameters=dict(ROPE), **sizes)
-    split_experts(source)
+    in_one = source / "model.safetensors"
+    save_file(dict(one_by_one(load_file(in_one))), in_one, metadata={"format": "pt"})
     quantize_checkpoint(form, source, tmp_path / "small", tmp_path / "plain", (*LINEAR, *OF_LATENTS))
-    join_experts(tmp_path / "plain")
+    in_one = tmp_path / "plain" / "model.safetensors"
+    save_file(joined(load_file(in_one)), in_one, metadata={"format": "pt"})
     own = write_mistral_form(tmp_path / "small", tmp_path / "own")
     compare(own, tmp_path / "plain", tensor_parallel_size=count, num_stages=num_stages)
+
+
+def test_scales_of_a_kv_cache(tmp_path: Path) -> None:
+    """Mistral's own names of what keys and values are divided by."""
+    source = make_checkpoint("ministral3", 0, tmp_path / "source", rope_parameters=dict(ROPE))
+    own = write_mistral_form(source, tmp_path / "own")
+    tensors = load_file(own / "consolidated.safetensors")
+    scales = {f"layers.0.attention.{part}_fake_quantizer.qscale_act": torch.tensor(scale) for part, scale in KV.items()}
+    save_file(tensors | scales, own / "consolidated.safetensors")
+    weights = WeightReader(CheckpointWeights(own), torch.float32, torch.device("cpu"), "model.layers.0.self_attn.")
+    assert read_kv_scales(weights) == (KV["k"], KV["v"])
