@@ -21,56 +21,27 @@ from typing import Any
 from raypp.models.config_fields import ConfigFields, read_json
 
 PARAMS_FILE = "params.json"
-_HINT = (
-    "only config.json can say of a model what these fields cannot; it is read where it lies beside model.safetensors"
-)
+_HINT = "a config.json says more of a model; it is read where it lies beside model.safetensors"
 _EOS = 2  # of all of Mistral's tokenizers; params.json has no tokens
 _POSITIONS = 128_000  # where nothing is said
-
-_INTEGERS = {
+_SIZES = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
     "hidden_dim": "intermediate_size",
     "n_heads": "num_attention_heads",
     "vocab_size": "vocab_size",
 }
-_INTEGERS_IF_SAID = {
-    "n_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "sliding_window": "sliding_window",
-}
-_OF_LATENTS = {
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_nope_head_dim": "qk_nope_head_dim",
-    "qk_rope_head_dim": "qk_rope_head_dim",
-    "v_head_dim": "v_head_dim",
-}
-_OF_EXPERTS = {
+_SIZES_IF_SAID = {"n_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "sliding_window": "sliding_window"}
+_LATENTS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_EXPERTS = {
     "num_experts": "n_routed_experts",
     "num_experts_per_tok": "num_experts_per_tok",
     "expert_hidden_dim": "moe_intermediate_size",
     "num_shared_experts": "n_shared_experts",
 }
 _GROUPS = {"num_expert_groups": "n_group", "num_expert_groups_per_tok": "topk_group"}
-_ONLY_EXPERTS: dict[str, tuple[object, ...]] = {
-    "route_every_n": (1,),
-    "renorm_strategy": ("WEIGHTS",),
-    "use_load_balancing_bias": (False,),
-}
-_ONLY: dict[str, tuple[object, ...]] = {"activation": ("silu",), "model_type": ("transformer",), "causal": (True,)}
-"""Values that fields have where raypp computes what they say."""
-_QUANTIZATION = ("quantization", "quantization_config")
-_FURTHER = (
-    *("q_lora_rank", "norm_eps", "rope_theta", "tied_embeddings", "max_position_embeddings", "max_seq_len", "dtype"),
-    *("moe", "yarn", "llama_4_scaling", *_QUANTIZATION, "vision_encoder", "multimodal", "max_batch_size"),
-)
-_KNOWN = frozenset((*_INTEGERS, *_INTEGERS_IF_SAID, *_OF_LATENTS, *_ONLY, *_FURTHER))
-_KNOWN_OF_EXPERTS = frozenset(
-    (*_OF_EXPERTS, *_GROUPS, *_ONLY_EXPERTS, "first_k_dense_replace", "routed_scale")
-    + ("expert_parallel", "expert_model_parallel")  # how it was trained
-)
-_KNOWN_OF_YARN = frozenset(("factor", "original_max_position_embeddings", "beta", "alpha", "apply_scale"))
-_KNOWN_OF_GROWTH = frozenset(("beta", "original_max_position_embeddings"))
+_IGNORED = ("vision_encoder", "max_batch_size")
+_IGNORED_OF_EXPERTS = ("expert_parallel", "expert_model_parallel")  # how it was trained
 
 _NAMES = {
     "layers": "model.layers",
@@ -112,131 +83,145 @@ def name_in_transformers(name: str) -> str:
     return ".".join(_NAMES.get(part, part) for part in _KV_SCALE.sub(r"\1_scale", name).split("."))
 
 
+class _Section(ConfigFields):
+    """An object of params.json that knows which of its fields were asked for."""
+
+    def __init__(self, file: Path, values: Mapping[str, Any], path: str = "") -> None:
+        super().__init__(file, values, path)
+        self._asked: set[str] = set()
+
+    def get(self, name: str) -> Any:
+        self._asked.add(name)
+        return super().get(name)
+
+    def below(self, name: str) -> _Section:
+        """Return an object in here."""
+        return _Section(self.file, self.section(name).values, f"{name}.")
+
+    def require(self, **allowed: tuple[object, ...]) -> None:
+        """Refuse fields that have other values than raypp computes."""
+        for name, values in allowed.items():
+            if (value := self.get(name)) is not None and value not in values:
+                raise self.error(name, repr(value), f"{' or '.join(map(repr, values))}, or nothing", _HINT)
+
+    def refuse_others(self, *ignored: str) -> None:
+        """Refuse fields that nothing asked for: they may change what a layer computes."""
+        known = self._asked.union(ignored)
+        for name, value in self.values.items():
+            if value is not None and name not in known:
+                raise self.error(name, repr(value), f"one of the fields {', '.join(sorted(known))}", _HINT)
+
+
 def read_params(file: Path) -> ConfigFields:
     """Return what config.json would say of the model that params.json describes.
 
     Raises:
         ModelLoadError: a field is missing, wrong or unknown, or says what raypp does not have.
     """
-    fields = ConfigFields(file, read_json(file))
-    _require(fields, _KNOWN, _ONLY)
+    fields = _Section(file, read_json(file))
+    fields.require(activation=("silu",), model_type=("transformer",), causal=(True,))
     if fields.get("multimodal") is not None and fields.section("multimodal").get("whisper_model_args"):
         raise fields.error("multimodal.whisper_model_args", "an encoder of sounds", "nothing: raypp reads no sounds")
-    has_latents = any(fields.get(name) is not None for name in _OF_LATENTS)
-    values: dict[str, Any] = {own: fields.integer(name) for name, own in _INTEGERS.items()}
-    for name, own in _INTEGERS_IF_SAID.items():
-        values[own] = None if fields.get(name) is None else fields.integer(name)
-    values |= _read_latents(fields) if has_latents else {"architectures": ["MistralForCausalLM"]}
+    has_latents = any([fields.get(name) is not None for name in _LATENTS])
+    values: dict[str, Any] = {known: fields.integer(name) for name, known in _SIZES.items()}
+    for name, known in _SIZES_IF_SAID.items():
+        values[known] = None if fields.get(name) is None else fields.integer(name)
     if not has_latents and fields.get("moe") is not None:
-        expected = f"nothing, or {', '.join(_OF_LATENTS)} beside it: experts come with latents in this form"
+        expected = f"nothing, or {', '.join(_LATENTS)} beside it: experts come with latents in this form"
         raise fields.error("moe", "experts", expected, _HINT)
+    values |= _read_latents(fields) if has_latents else {"architectures": ["MistralForCausalLM"]}
     rope, num_positions = _read_rope(fields, has_latents=has_latents)
-    said = next((name for name in ("max_position_embeddings", "max_seq_len") if fields.get(name) is not None), None)
+    for name in ("max_seq_len", "max_position_embeddings"):
+        num_positions = fields.integer(name, num_positions)
     values |= {
         "rms_norm_eps": fields.number("norm_eps"),
         "rope_interleave": True,
         "rope_parameters": rope,
-        "max_position_embeddings": num_positions if said is None else fields.integer(said),
+        "max_position_embeddings": num_positions,
         "tie_word_embeddings": fields.flag("tied_embeddings"),
         "dtype": fields.get("dtype") or "bfloat16",
         "eos_token_id": _EOS,
         "quantization_config": _read_quantization(fields),
     }
+    fields.refuse_others(*_IGNORED)
     return ConfigFields(file, values)
 
 
-def _require(fields: ConfigFields, known: frozenset[str], only: Mapping[str, tuple[object, ...]]) -> None:
-    """Refuse fields that say what is not known here: they may change what a layer computes."""
-    for name, value in fields.values.items():
-        if value is None:
-            continue
-        if name not in known:
-            raise fields.error(name, repr(value), f"one of the fields {', '.join(sorted(known))}", _HINT)
-        if name in only and value not in only[name]:
-            raise fields.error(name, repr(value), f"{' or '.join(map(repr, only[name]))}, or nothing", _HINT)
-
-
-def _section(
-    fields: ConfigFields, name: str, known: frozenset[str], only: Mapping[str, tuple[object, ...]]
-) -> ConfigFields:
-    section = ConfigFields(fields.file, fields.section(name).values, f"{name}.")
-    _require(section, known, only)
-    return section
-
-
-def _read_latents(fields: ConfigFields) -> dict[str, Any]:
+def _read_latents(fields: _Section) -> dict[str, Any]:
     """Return the fields of a model whose keys and values are made of latents, and of its experts."""
     if fields.get("sliding_window") is not None:
-        raise fields.error(
-            "sliding_window", fields.get("sliding_window"), "nothing: layers with latents see all tokens"
-        )
-    moe = _section(fields, "moe", _KNOWN_OF_EXPERTS, _ONLY_EXPERTS)
-    return {
+        expected = "nothing: layers with latents see all tokens"
+        raise fields.error("sliding_window", fields.get("sliding_window"), expected)
+    moe = fields.below("moe")
+    moe.require(route_every_n=(1,), renorm_strategy=("WEIGHTS",), use_load_balancing_bias=(False,))
+    values = {
         "architectures": ["Mistral4ForCausalLM"],
         "q_lora_rank": None if fields.get("q_lora_rank") is None else fields.integer("q_lora_rank"),
-        **{own: fields.integer(name) for name, own in _OF_LATENTS.items()},
-        **{own: moe.integer(name) for name, own in _OF_EXPERTS.items()},
-        **{own: moe.integer(name, 1) for name, own in _GROUPS.items()},
+        **{name: fields.integer(name) for name in _LATENTS},
+        **{known: moe.integer(name) for name, known in _EXPERTS.items()},
+        **{known: moe.integer(name, 1) for name, known in _GROUPS.items()},
         "first_k_dense_replace": moe.integer("first_k_dense_replace", 0, least=0),
         "routed_scaling_factor": moe.number("routed_scale", 1.0),
         "norm_topk_prob": True,
     }
+    moe.refuse_others(*_IGNORED_OF_EXPERTS)
+    return values
 
 
-def _read_rope(fields: ConfigFields, *, has_latents: bool) -> tuple[dict[str, Any], int]:
+def _read_rope(fields: _Section, *, has_latents: bool) -> tuple[dict[str, Any], int]:
     """Return `rope_parameters`, and how many positions they reach.
 
-    Whether YaRN makes attention sharper is always said. Of latents it never does: what programs make of it differs.
+    Whether YaRN makes attention sharper is always said. Of latents it never does: programs differ in what they make of
+    it there.
     """
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": fields.number("rope_theta", 10000.0)}
-    has_growth = fields.get("llama_4_scaling") is not None
+    theta, has_growth = fields.number("rope_theta", 10000.0), fields.get("llama_4_scaling") is not None
     if fields.get("yarn") is None:
         if has_growth:
             raise fields.error("yarn", "nothing", "an object beside llama_4_scaling", _HINT)
-        return rope, _POSITIONS
-    yarn = _section(fields, "yarn", _KNOWN_OF_YARN, {})
+        return {"rope_type": "default", "rope_theta": theta}, _POSITIONS
+    yarn = fields.below("yarn")
     sharpens, original = yarn.get("apply_scale"), yarn.integer("original_max_position_embeddings")
     if not isinstance(sharpens, bool) or (has_latents and sharpens):
         allowed = "false, beside latents" if has_latents else "true or false"
         raise yarn.error("apply_scale", "nothing" if sharpens is None else repr(sharpens), allowed, _HINT)
-    rope |= {
+    rope: dict[str, Any] = {
         "rope_type": "yarn",
+        "rope_theta": theta,
         "factor": yarn.number("factor"),
         "original_max_position_embeddings": original,
         "beta_fast": yarn.number("beta", 32.0),
         "beta_slow": yarn.number("alpha", 1.0),
+        **({} if sharpens else {"attention_factor": 1.0}),
     }
-    if not sharpens:
-        rope["attention_factor"] = 1.0
+    yarn.refuse_others()
     if has_growth:
-        growth = _section(fields, "llama_4_scaling", _KNOWN_OF_GROWTH, {})
-        if growth.integer("original_max_position_embeddings", original) != original:
-            expected = f"the {original} of yarn"
-            name = "original_max_position_embeddings"
-            raise growth.error(name, growth.get(name), expected)
+        growth = fields.below("llama_4_scaling")
+        if (other := growth.integer("original_max_position_embeddings", original)) != original:
+            raise growth.error("original_max_position_embeddings", other, f"the {original} of yarn")
         rope["llama_4_scaling_beta"] = growth.number("beta")
+        growth.refuse_others()
     return rope, int(rope["factor"] * original)
 
 
-def _read_quantization(fields: ConfigFields) -> dict[str, Any] | None:
+def _read_quantization(fields: _Section) -> dict[str, Any] | None:
     """Return `quantization_config`. FP8 has fields of Mistral's own; NVFP4 and others those of compressed-tensors."""
-    said = [name for name in _QUANTIZATION if fields.get(name)]
-    if not said:
-        return None
+    said = [name for name in ("quantization", "quantization_config") if fields.get(name)]
     if len(said) > 1:
         raise fields.error(said[1], "an object", f"nothing beside {said[0]}")
-    own = ConfigFields(fields.file, fields.section(said[0]).values, f"{said[0]}.")
+    if not said:
+        return None
+    own = fields.below(said[0])
     if (method := own.get("quant_method")) is not None:
-        ignored = own.get("ignore")
-        names = {"ignore": list(map(_module, ignored))} if isinstance(ignored, list) else {}
-        return {**own.values, "quant_method": str(method).lower().replace("_", "-"), **names}
-    only: dict[str, tuple[object, ...]] = {"qformat_weight": ("fp8_e4m3",), "qscheme_act": ("TENSOR", "NO_SCALES")}
-    _require(own, frozenset(only), only)
+        listed = own.get("ignore")
+        ignored = {"ignore": [_known_module(one) for one in listed]} if isinstance(listed, list) else {}
+        return {**own.values, "quant_method": str(method).lower().replace("_", "-"), **ignored}
+    own.require(qformat_weight=("fp8_e4m3",), qscheme_act=("TENSOR", "NO_SCALES"))
     if own.get("qformat_weight") is None:
         raise own.error("qformat_weight", "nothing", "'fp8_e4m3', or quant_method and its fields")
+    own.refuse_others()
     scheme = "dynamic" if own.get("qscheme_act") == "NO_SCALES" else "static"
     return {"quant_method": "fp8", "activation_scheme": scheme, "modules_to_not_convert": ["lm_head"]}
 
 
-def _module(listed: object) -> object:
+def _known_module(listed: object) -> object:
     return name_in_transformers(listed) if isinstance(listed, str) else listed

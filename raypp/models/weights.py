@@ -56,7 +56,7 @@ class WeightSource(StoredTensors, Protocol):
 
 
 class CheckpointWeights:
-    """A directory with `model.safetensors`, or with shards and `model.safetensors.index.json`; or in Mistral's own form.
+    """A directory with `model.safetensors`, or with shards and their index; or one in Mistral's own form.
 
     Files are mapped, not read: a stage touches the pages of its own tensors.
     """
