@@ -303,6 +303,8 @@ def read_fields(path: Path) -> ConfigFields:
 def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
     """Return the configuration as the directory's weights have it: their names, and whether the LM head is tied.
 
+    In Mistral's own form, also which modules have 16 bits: there patterns may be of names that are not known here.
+
     A model that was saved without its head has no `model.` in front of its names; one beside a tower has more.
     Some checkpoints are called tied and store an LM head besides. It is mostly the embedding once more; where it is
     not, it is the LM head (as transformers has it: 5.17, `PreTrainedModel.tie_weights`).
@@ -313,6 +315,11 @@ def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
     if not has_safetensors(path):
         return config
     names = file_of_tensor(path)
+    if config.quantization is not None and has_own_form(path):
+        modules = (name.removesuffix(".weight") for name in names if name.endswith(".weight"))
+        plain = tuple(module for module in modules if f"{module}.weight_scale" not in names)
+        quantization = replace(config.quantization, skipped=(*config.quantization.skipped, *plain))
+        config = replace(config, quantization=quantization)
     if config.weight_prefix + EMBEDDING not in names:
         found = next((prefix for prefix in _TEXT_PREFIXES if prefix + EMBEDDING in names), config.weight_prefix)
         config = replace(config, weight_prefix=found)

@@ -5,7 +5,8 @@ All have the layer of `raypp.models.layer`. Needs no torch, so that planning sta
 Sources: the published checkpoints' config.json and tensor names; transformers 5.17, `models/llama`, `models/qwen2`,
 `models/qwen3`, `models/qwen3_vl`, `models/qwen3_moe`, `models/mixtral`, `models/qwen3_vl_moe`, `models/qwen3_next`,
 `models/qwen3_5`, `models/qwen3_5_moe`, `models/gpt_oss`, `models/gemma3`, `models/gemma4`, `models/glm4_moe`,
-`models/minimax_m2`, `models/deepseek_v2`, `models/deepseek_v3`, `models/glm4_moe_lite`, `models/mistral4`.
+`models/minimax_m2`, `models/deepseek_v2`, `models/deepseek_v3`, `models/glm4_moe_lite`, `models/mistral4`,
+`models/ministral3`.
 """
 
 from __future__ import annotations

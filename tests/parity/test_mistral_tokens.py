@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,17 @@ def test_tokens_of_few_bits_equal_those_of_the_dequantized_model(name: str, tmp_
     save_file(joined(load_file(in_one)), in_one, metadata={"format": "pt"})
     own = write_mistral_form(tmp_path / "small", tmp_path / "own")
     compare(own, tmp_path / "plain", tensor_parallel_size=count, num_stages=num_stages)
+
+
+def test_patterns_of_mistrals_own_names(tmp_path: Path) -> None:
+    """Published files say in names of either form what stays in 16 bits: tensors say it, too."""
+    source = make_checkpoint("ministral3", 0, tmp_path / "source", rope_parameters=dict(ROPE))
+    quantize_checkpoint("nvfp4", source, tmp_path / "small", tmp_path / "plain", LINEAR, ("self_attn.*",))
+    own = write_mistral_form(tmp_path / "small", tmp_path / "own")
+    params = json.loads((own / "params.json").read_text())
+    params["quantization"]["ignore"] = ["re:.*attention.*", "output"]
+    (own / "params.json").write_text(json.dumps(params))
+    compare(own, tmp_path / "plain", num_stages=2)
 
 
 def test_scales_of_a_kv_cache(tmp_path: Path) -> None:
