@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from raypp.errors import ModelLoadError
 from raypp.models.checkpoint_names import file_of_tensor, has_own_form, stored_tensors
 from raypp.models.config import load_model_config
+from raypp.models.draft_head_config import load_draft_head_config
 from raypp.models.mistral_format import name_in_transformers
 from raypp.models.sizes import kv_bytes_per_token, parameter_counts
 
@@ -189,6 +190,13 @@ def test_experts_without_latents(tmp_path: Path) -> None:
 def test_modules_of_transformers(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"do not read Mistral's own form.*auto or raypp"):
         load_model_config(write(tmp_path, SMALL_3), impl="transformers")
+
+
+def test_heads_that_draft(tmp_path: Path) -> None:
+    """Large 3's EAGLE head is published so."""
+    target = load_model_config(write(tmp_path, SMALL_3))
+    with pytest.raises(ModelLoadError, match=r"heads are not read in Mistral's own form.*params.json.*config.json"):
+        load_draft_head_config(tmp_path, target)
 
 
 def test_which_form_is_read(tmp_path: Path) -> None:
