@@ -162,12 +162,12 @@ class Tokenizer:
         try:
             self._hf: Any = load_tokenizer(model_path)
         except Exception as error:  # whatever a broken file makes of it: transformers has no error class of its own
+            package = f"{_OF_MISTRAL} reads old files of Mistral's; " if isinstance(error, ImportError) else ""
             raise ModelLoadError(
                 "the model's tokenizer cannot be loaded",
                 got=f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}",
                 expected=f"tokenizer.json and tokenizer_config.json in {model_path}",
-                hint=f"{_OF_MISTRAL} reads old files of Mistral's; " * isinstance(error, ImportError)
-                + "the setting skip_tokenizer_init=true runs a model without a tokenizer, on token ids",
+                hint=f"{package}the setting skip_tokenizer_init=true runs a model without a tokenizer, on token ids",
             ) from error
         self.transformers_tokenizer = self._hf
         """The tokenizer of transformers behind it. It is shared: to change it changes how requests are read."""
@@ -265,11 +265,11 @@ class Tokenizer:
             RequestError: there is no chat template, or the template refuses the messages.
         """
         if not (rendering.chat_template or self._hf.chat_template):
+            package = f"; {_OF_MISTRAL} makes one of {_TEKKEN}" if self._is_mistrals else ""
             raise RequestError(
                 "the model has no chat template",
                 expected="chat_template.jinja, or chat_template in tokenizer_config.json",
-                hint="use generate with a prompt that is formatted already, or give a template as chat_template"
-                + f"; of a model with {_TEKKEN}, {_OF_MISTRAL} makes one" * self._is_mistrals,
+                hint=f"use generate with a prompt that is formatted already, or the setting chat_template{package}",
             )
         try:
             text: str = self._hf.apply_chat_template(

@@ -36,7 +36,7 @@ MAX_CHAT = (70, 720)  # on a busy machine some 50 functions more run than on an 
 MAX_STATEMENTS = {
     "raypp": 1_306,  # modules of no package; the request, which was the scheduler's, among them
     "raypp/actors": 1_975,  # what must be the same on all nodes, and joins them; stages lie where they were planned for
-    "raypp/api": 2_335,  # tekken.json
+    "raypp/api": 2_337,  # tekken.json
     "raypp/batch_job": 860,
     "raypp/cli": 1_104,  # what doctor says of nodes, `info` of their network; `serve` takes what `info` advises
     "raypp/config": 567,  # whole experts of a member
