@@ -11,7 +11,7 @@ from pathlib import Path
 from raypp.errors import ConfigError, ModelLoadError
 
 _PACKAGES = ("raypp", "torch", "transformers", "triton", "flashinfer-python")
-_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
+_FILES = ("config.json", "params.json", "*.safetensors", "*.safetensors.index.json")
 _SAMPLE_BYTES = 1 << 16
 _OF_OWNER = "the node that starts the engine"
 

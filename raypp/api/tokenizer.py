@@ -5,6 +5,8 @@ transformers and of torch: 180 MB and a second that a client, which computes not
 the families that raypp runs are imported by themselves; every other model is left to `AutoTokenizer`. They would still
 import torch, for one function that reads GGUF files, of which `tokenizer.json` is none: it is imported when it is
 called.
+
+A vocabulary of Mistral's own, tekken.json, is converted by transformers, if no tokenizer.json lies beside it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,6 +41,25 @@ _OWN_CLASSES = {
 
 _GGUF_MODULE = "transformers.modeling_gguf_pytorch_utils"  # imports torch
 _READS_TOKENIZERS = "transformers.tokenization_utils_tokenizers"  # takes `load_gguf_checkpoint` from it
+
+
+_TEKKEN = "tekken.json"
+_OF_MISTRAL = "pip install 'raypp[mistral]'"
+
+
+def load_tokenizer(model_path: str | Path) -> Any:
+    """Return transformers' tokenizer of the files in a directory."""
+    folder = Path(model_path)
+    if (folder / _TEKKEN).is_file() and not any((folder / f"tokenizer.{end}").is_file() for end in ("json", "model")):
+        from transformers.integrations.mistral import convert_tekken_tokenizer
+
+        tokenizer = convert_tekken_tokenizer(str(folder / _TEKKEN))
+        tokenizer.add_bos_token = True  # in front of each prompt, as mistral-common puts it
+        return tokenizer
+    chosen = tokenizer_class(model_path)
+    # With mistral-common `AutoTokenizer` may take its tokenizer, which has no template and no `backend_tokenizer`.
+    own = {"mistral_format": False} if chosen.__name__ == "AutoTokenizer" and find_spec("mistral_common") else {}
+    return chosen.from_pretrained(str(model_path), local_files_only=True, **own)
 
 
 def tokenizer_class(model_path: str | Path) -> Any:
@@ -138,13 +160,14 @@ class Tokenizer:
         if not any(_FILES.search(path.name) for path in Path(model_path).glob("*")):
             raise _no_tokenizer(model_path, "a folder without its files")  # before seconds of imports
         try:
-            self._hf: Any = tokenizer_class(model_path).from_pretrained(str(model_path), local_files_only=True)
+            self._hf: Any = load_tokenizer(model_path)
         except Exception as error:  # whatever a broken file makes of it: transformers has no error class of its own
+            package = f"{_OF_MISTRAL} reads old files of Mistral's; " if isinstance(error, ImportError) else ""
             raise ModelLoadError(
                 "the model's tokenizer cannot be loaded",
-                got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                got=f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}",
                 expected=f"tokenizer.json and tokenizer_config.json in {model_path}",
-                hint="the setting skip_tokenizer_init=true runs a model without a tokenizer, on token ids",
+                hint=f"{package}the setting skip_tokenizer_init=true runs a model without a tokenizer, on token ids",
             ) from error
         self.transformers_tokenizer = self._hf
         """The tokenizer of transformers behind it. It is shared: to change it changes how requests are read."""
@@ -162,6 +185,7 @@ class Tokenizer:
         )
         self._token_bytes: dict[int, bytes] = {}  # at most the vocabulary, as the next
         self._token_texts: dict[int, str] = {}
+        self._is_mistrals = (Path(model_path) / _TEKKEN).is_file()
         self.model_path = str(model_path)
         self.max_tokens = max_tokens
         """Texts that have more for certain are refused before they are tokenized whole. None takes all."""
@@ -241,10 +265,11 @@ class Tokenizer:
             RequestError: there is no chat template, or the template refuses the messages.
         """
         if not (rendering.chat_template or self._hf.chat_template):
+            package = f"; {_OF_MISTRAL} makes one of {_TEKKEN}" if self._is_mistrals else ""
             raise RequestError(
                 "the model has no chat template",
                 expected="chat_template.jinja, or chat_template in tokenizer_config.json",
-                hint="use generate with a prompt that is formatted already",
+                hint=f"use generate with a prompt that is formatted already, or the setting chat_template{package}",
             )
         try:
             text: str = self._hf.apply_chat_template(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,11 @@ def _read(path: Path) -> str:
 
 def _converted(model_path: str) -> str:
     """Return the text of the `tokenizer.json` that transformers makes of a tokenizer's other files."""
-    if not any(Path(model_path).glob("*vocab*")) and not any(Path(model_path).glob("*tokenizer*")):
+    if not any(file for name in ("vocab", "tokenizer", "tekken") for file in Path(model_path).glob(f"*{name}*")):
         raise FileNotFoundError(f"no tokenizer.json in {model_path}")  # sooner said than what follows is imported
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+    own = {"mistral_format": False} if find_spec("mistral_common") else {}  # else it may take that one's tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True, **own)
     written: str = tokenizer.backend_tokenizer.to_str()
     return written

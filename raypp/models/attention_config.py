@@ -87,7 +87,6 @@ class LatentConfig:
     rank: int  # elements of a latent
     rotary_dim: int  # elements of queries and keys that are rotated
     query_rank: int | None  # elements of what all queries are made of; None: they are made of the residual stream
-    has_neighbours: bool = True  # whether pairs that are rotated lie side by side; else half of `rotary_dim` apart
 
     @property
     def width(self) -> int:
@@ -112,6 +111,8 @@ class AttentionConfig:
     values_are_keys: bool = False  # whether values are keys before their norm and rotation: no product is theirs
     sees_ahead: bool = True  # whether tokens of an image see later ones of it, where those of the model do
     num_sharing: int = 1  # members of a stage that have the same KV heads, where there are fewer heads than members
+    has_neighbours: bool = False
+    """Whether pairs that are rotated lie side by side in the checkpoint; else half of what is rotated apart."""
     latent: LatentConfig | None = None  # what keys and values are made of; None: of the residual stream
 
     @property
@@ -133,6 +134,18 @@ class AttentionConfig:
         if self.latent is not None:
             return self.latent.rotary_dim, self.rope
         return self.head_dim if self.rope.pairs_all else int(self.head_dim * self.rope.share), self.rope
+
+    @property
+    def order_of_pairs(self) -> list[int] | None:
+        """Where the outputs of queries, keys and values lie in a checkpoint, None: where they are used."""
+        if not self.has_neighbours or self.latent is not None:
+            return None
+        queries, keys, values = self.row_sizes
+        turned = queries + keys
+        halves = [*range(0, self.head_dim, 2), *range(1, self.head_dim, 2)]
+        return [first + row for first in range(0, turned, self.head_dim) for row in halves] + [
+            *range(turned, turned + values)
+        ]
 
     @property
     def row_sizes(self) -> tuple[int, int, int]:

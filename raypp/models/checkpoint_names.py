@@ -2,7 +2,8 @@
 
 One rule says which files are a checkpoint, for planning and for loading: those that `model.safetensors.index.json`
 names, or `model.safetensors`; beside them what MTP heads are kept in without being listed, such as `mtp.safetensors`;
-for a draft head also `pytorch_model.bin`.
+for a draft head also `pytorch_model.bin`. Without these, `consolidated.safetensors.index.json`, or files whose names
+begin so: Mistral's own form, whose tensors have the names here that transformers gives them.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ from __future__ import annotations
 import json
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypp.errors import ModelLoadError
+from raypp.models.mistral_format import PARAMS_FILE, name_in_transformers
 
 PICKLED_FILE = "pytorch_model.bin"
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_OWN_PREFIX = "consolidated"
+_OWN_FILES = f"{_OWN_PREFIX}*.safetensors"
+_OWN_INDEX = f"{_OWN_PREFIX}.safetensors.index.json"
+"""In Mistral's own form."""
 _OF_MTP_HEADS = "mtp"
 CHECKPOINT_FILES = f"{_FILE}, the files that {_INDEX} names, and *{_OF_MTP_HEADS}*.safetensors beside them"
 """Where tensors are looked for."""
@@ -56,6 +62,22 @@ class StoredTensor(NamedTuple):
 
 def has_safetensors(path: Path) -> bool:
     """Return whether a directory holds a checkpoint in safetensors files."""
+    return _has_usual_files(path) or any(path.glob(_OWN_FILES))
+
+
+def has_own_form(path: Path) -> bool:
+    """Return whether a model is in Mistral's own form: params.json describes it, not config.json."""
+    if not (path / PARAMS_FILE).is_file():
+        return False
+    return not (path / "config.json").is_file() or (not _has_usual_files(path) and any(path.glob(_OWN_FILES)))
+
+
+def names_in_file(file: str, stored: Iterable[str]) -> dict[str, str]:
+    """Return what the tensors of a file are called there, by the names that transformers gives them."""
+    return {name_in_transformers(name) if file.startswith(_OWN_PREFIX) else name: name for name in stored}
+
+
+def _has_usual_files(path: Path) -> bool:
     return any((path / name).is_file() for name in (_FILE, _INDEX))
 
 
@@ -76,20 +98,23 @@ def file_of_tensor(path: Path) -> dict[str, str]:
 
 
 def _listed_files(path: Path) -> dict[str, str]:
-    index = path / _INDEX
+    is_own = not _has_usual_files(path)
+    index = path / (_OWN_INDEX if is_own else _INDEX)
     if index.is_file():
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {str(name): str(file) for name, file in weight_map.items()}
+            files = {str(name): str(file) for name, file in weight_map.items()}
+            return {known: file for name, file in files.items() for known in names_in_file(file, [name])}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelLoadError(
                 f"{index} is not an index of safetensors files",
                 got=f"{type(error).__name__}: {error}",
                 expected='an object with "weight_map": {tensor: file}',
             ) from error
-    if not (path / _FILE).is_file():
+    found = sorted(path.glob(_OWN_FILES)) if is_own else [path / _FILE]
+    if not found:
         raise no_weights(path)
-    return dict.fromkeys(_header(path / _FILE), _FILE)
+    return {name: file.name for file in found for name in _header(file)}
 
 
 def no_weights(path: Path, *, beside: str = "") -> ModelLoadError:
@@ -97,7 +122,7 @@ def no_weights(path: Path, *, beside: str = "") -> ModelLoadError:
     return ModelLoadError(
         f"{path} has no weights",
         got=sorted(file.name for file in path.iterdir()) if path.is_dir() else "no such directory",
-        expected=f"{_FILE}, or {_INDEX} and its files{beside}",
+        expected=f"{_FILE}, or {_INDEX} and its files; or {_OWN_FILES} in Mistral's own form{beside}",
         hint="load_format=dummy makes random weights; other formats must be converted to safetensors first",
     )
 
@@ -149,7 +174,8 @@ def _header(file: Path) -> dict[str, StoredTensor]:
             header = json.loads(opened.read(size))
         num_bytes = file.stat().st_size
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        return {name: _stored(file, entry, 8 + size, num_bytes) for name, entry in entries.items()}
+        names = names_in_file(file.name, entries)
+        return {known: _stored(file, entries[name], 8 + size, num_bytes) for known, name in names.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ModelLoadError(
             f"{file} is truncated or not a safetensors file",

@@ -17,11 +17,19 @@ from typing import Any, Literal, NamedTuple, cast
 from raypp.errors import ConfigError, ModelLoadError, page
 from raypp.models.asked import PROBE, asked
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer, ModulesConfig
-from raypp.models.checkpoint_names import are_alike, file_of_tensor, has_safetensors, name_of_text, stored_tensors
+from raypp.models.checkpoint_names import (
+    are_alike,
+    file_of_tensor,
+    has_own_form,
+    has_safetensors,
+    name_of_text,
+    stored_tensors,
+)
 from raypp.models.config_fields import ConfigFields, read_json
 from raypp.models.expert_config import ExpertConfig, read_experts
 from raypp.models.families import FAMILIES, LOGIT_CAP, NULL_IS_NONE, TEXT_FAMILIES, Activation, Family, Windows
 from raypp.models.generation_config import GENERATION_CONFIG
+from raypp.models.mistral_format import PARAMS_FILE, read_params
 from raypp.models.quantization import Quantization, read_quantization
 from raypp.models.rope_config import RopeConfig, of_kind, read_local_rope, read_rope, with_rope_scaling
 from raypp.models.vision_config import VisionConfig, read_vision_config
@@ -193,10 +201,15 @@ def load_model_config(
     Raises:
         ModelLoadError: no such file, an architecture or a feature that raypp does not have, a missing or wrong field.
     """
-    file = path / "config.json"
-    whole = ConfigFields(file, read_json(file))
+    whole = read_fields(path)
     architecture = _architecture(whole, impl)
     if architecture not in FAMILIES:
+        if has_own_form(path):
+            raise ModelLoadError(
+                f"{path}: transformers' modules do not read Mistral's own form of a model",
+                got=f"{PARAMS_FILE} without {whole.file.with_name('config.json').name}, model_impl={impl}",
+                expected="model_impl = auto or raypp",
+            )
         has_options = rope_scaling is not None
         return _transformers_config(path, whole, architecture, trusts_code=trusts_code, has_options=has_options)
     family = FAMILIES[architecture]
@@ -276,8 +289,21 @@ def load_model_config(
     )
 
 
+def read_fields(path: Path) -> ConfigFields:
+    """Return the fields of config.json, or what it would say of a model in Mistral's own form.
+
+    Raises:
+        ModelLoadError: there is none, or it is not understood.
+    """
+    if has_own_form(path):
+        return read_params(path / PARAMS_FILE)
+    return ConfigFields(path / "config.json", read_json(path / "config.json"))
+
+
 def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
     """Return the configuration as the directory's weights have it: their names, and whether the LM head is tied.
+
+    In Mistral's own form, also which modules have 16 bits: there patterns may be of names that are not known here.
 
     A model that was saved without its head has no `model.` in front of its names; one beside a tower has more.
     Some checkpoints are called tied and store an LM head besides. It is mostly the embedding once more; where it is
@@ -289,6 +315,11 @@ def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
     if not has_safetensors(path):
         return config
     names = file_of_tensor(path)
+    if config.quantization is not None and has_own_form(path):
+        modules = (name.removesuffix(".weight") for name in names if name.endswith(".weight"))
+        plain = tuple(module for module in modules if f"{module}.weight_scale" not in names)
+        quantization = replace(config.quantization, skipped=(*config.quantization.skipped, *plain))
+        config = replace(config, quantization=quantization)
     if config.weight_prefix + EMBEDDING not in names:
         found = next((prefix for prefix in _TEXT_PREFIXES if prefix + EMBEDDING in names), config.weight_prefix)
         config = replace(config, weight_prefix=found)

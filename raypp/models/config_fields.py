@@ -83,7 +83,8 @@ def read_json(file: Path) -> Mapping[str, Any]:
         raise ModelLoadError(
             f"{file.parent} is not a model directory",
             got=f"no {file.name}" if file.parent.is_dir() else "no such directory",
-            expected="a directory in Hugging Face layout: config.json, *.safetensors, tokenizer files",
+            expected="a directory in Hugging Face layout: config.json, *.safetensors, tokenizer files; or in Mistral's "
+            "own form: params.json, consolidated*.safetensors, tekken.json",
         )
     try:
         values = json.loads(file.read_text(encoding="utf-8"))

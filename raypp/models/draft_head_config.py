@@ -24,6 +24,7 @@ from raypp.models.checkpoint_names import (
     PICKLED_FILE,
     PLAIN_TYPES,
     StoredTensor,
+    has_own_form,
     has_safetensors,
     no_weights,
     stored_tensors,
@@ -31,6 +32,7 @@ from raypp.models.checkpoint_names import (
 from raypp.models.config import ModelConfig, read_dtype, refuse_unsupported
 from raypp.models.config_fields import ConfigFields, read_json
 from raypp.models.families import FAMILIES
+from raypp.models.mistral_format import PARAMS_FILE
 from raypp.models.rope_config import read_rope
 from raypp.models.sizes import layer_sizes
 
@@ -262,6 +264,9 @@ def load_draft_head_config(path: Path, target: ModelConfig, *, is_dummy: bool = 
         ModelLoadError: no head, one of a kind that raypp does not have, or one for another model.
     """
     file = path / "config.json"
+    if has_own_form(path):
+        expected = "config.json, and the head's weights in model.safetensors"
+        raise ModelLoadError(f"{path}: heads are not read in Mistral's own form", got=PARAMS_FILE, expected=expected)
     values = read_json(file)
     of_layer = values.get("transformer_layer_config")  # of `speculators`; published heads are flat
     fields = ConfigFields(file, {**of_layer, **values} if isinstance(of_layer, dict) else values)

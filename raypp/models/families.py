@@ -5,7 +5,8 @@ All have the layer of `raypp.models.layer`. Needs no torch, so that planning sta
 Sources: the published checkpoints' config.json and tensor names; transformers 5.17, `models/llama`, `models/qwen2`,
 `models/qwen3`, `models/qwen3_vl`, `models/qwen3_moe`, `models/mixtral`, `models/qwen3_vl_moe`, `models/qwen3_next`,
 `models/qwen3_5`, `models/qwen3_5_moe`, `models/gpt_oss`, `models/gemma3`, `models/gemma4`, `models/glm4_moe`,
-`models/minimax_m2`, `models/deepseek_v2`, `models/deepseek_v3`, `models/glm4_moe_lite`, `models/mistral4`.
+`models/minimax_m2`, `models/deepseek_v2`, `models/deepseek_v3`, `models/glm4_moe_lite`, `models/mistral4`,
+`models/ministral3`.
 """
 
 from __future__ import annotations
@@ -260,9 +261,16 @@ def _latent_attention(fields: ConfigFields, _: int, attention: AttentionConfig) 
             rank=fields.integer("kv_lora_rank"),
             rotary_dim=rotary_dim,
             query_rank=None if fields.get("q_lora_rank") is None else fields.integer("q_lora_rank"),
-            has_neighbours=has_neighbours is None or fields.flag("rope_interleave"),
         ),
+        has_neighbours=has_neighbours is None or fields.flag("rope_interleave"),
     )
+
+
+def _mistral_attention(fields: ConfigFields, _: int, attention: AttentionConfig) -> AttentionConfig:
+    """Return how a layer of Mistral attends; in Mistral's own form, pairs that are rotated lie side by side."""
+    assert attention.rope is not None
+    rope = with_query_growth(fields, attention.rope)
+    return replace(attention, rope=rope, has_neighbours=fields.flag("rope_interleave"))
 
 
 _ROPE_OF_MISTRAL_4 = {
@@ -305,6 +313,10 @@ _DEEPSEEK_V3 = Family(
     ),
 )
 
+_MISTRAL = Family(
+    defaults={"max_position_embeddings": 131072}, windows=Windows(4096), layer_attention=_mistral_attention
+)
+
 FAMILIES = {
     # Llama 2 and 3. From 3.1 on the rotary frequencies are stretched, see `raypp.models.layer`.
     "LlamaForCausalLM": Family(
@@ -313,9 +325,11 @@ FAMILIES = {
         mlp_bias="mlp_bias",
         defaults={"max_position_embeddings": 2048},
     ),
-    # Mistral and Ministral: Llama's layer, in the first versions with a window.
-    "MistralForCausalLM": Family(defaults={"max_position_embeddings": 131072}, windows=Windows(4096)),
-    "MinistralForCausalLM": Family(defaults={"max_position_embeddings": 131072}, windows=Windows(4096)),
+    # Mistral and Ministral: Llama's layer, in the first versions with a window; since Ministral 3 queries may grow with
+    # the position.
+    "MistralForCausalLM": _MISTRAL,
+    "MinistralForCausalLM": _MISTRAL,
+    "Ministral3ForCausalLM": replace(_MISTRAL, windows=Windows()),
     # Qwen2 and Qwen2.5.
     "Qwen2ForCausalLM": Family(
         qkv_bias=True,
@@ -517,6 +531,7 @@ FAMILIES = {
 TEXT_FAMILIES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "kimi_k2": "KimiK2ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
 }
 """By the `model_type` of a `text_config` beside a tower that raypp does not have: the model reads text alone."""

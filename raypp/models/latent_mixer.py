@@ -128,5 +128,5 @@ def _read_heads(config: ModelConfig, attention: AttentionConfig, weights: Weight
         value_dim=attention.v_dim,
         norm_weight=weights.tensor("kv_a_layernorm.weight", latent.rank),
         eps=_EPS,
-        has_neighbours=latent.has_neighbours,
+        has_neighbours=attention.has_neighbours,
     )

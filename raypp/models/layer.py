@@ -124,6 +124,9 @@ def read_attention(
     if attention.has_sinks:
         sinks = weights.tensor("sinks", member.part(attention.num_heads)).float()
     k_scale, v_scale = read_kv_scales(weights)
+    qkv = weights.weight(modules, parts, num_inputs)
+    if (order := attention.order_of_pairs) is not None:
+        qkv = qkv.sorted_outputs(order)
     return AttentionWeights(
         heads=Heads(
             attention.num_heads,
@@ -143,7 +146,7 @@ def read_attention(
             values_are_keys=attention.values_are_keys,
             sees_ahead=attention.sees_ahead,
         ),
-        qkv=weights.weight(modules, parts, num_inputs),
+        qkv=qkv,
         qkv_bias=qkv_bias,
         output=weights.weight(("o_proj",), (hidden,), member.part(attention.output_size)),
         output_bias=output_bias,
@@ -220,6 +223,7 @@ class AttentionMixer:
         output_norm = read_output_norm(config, weights, "post_attention_layernorm.weight")
         self.output = kernels.add_linear(attention.output, attention.output_bias, output_norm)
         self._attention = kernels.attention(attention.heads)
+        self._num_queries = attention.heads.num_heads * attention.heads.head_dim
 
     def attend(
         self,
@@ -230,6 +234,8 @@ class AttentionMixer:
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         assert rope is not None
+        if rope.query_growth is not None:
+            projected[:, : self._num_queries].mul_(rope.query_growth)
         return self._attention(projected, rope, cache, batch, out)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from raypp.errors import ModelLoadError
 from raypp.models.checkpoint_names import PICKLED_FILE
 from raypp.models.config import ModelConfig
+from raypp.models.mistral_format import PARAMS_FILE
 
 if TYPE_CHECKING:  # planning asks where a model is, and must not wait for torch
     import torch
@@ -37,6 +38,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _EXPECTED_HEAD = f"{', '.join(EMBEDDED_DRAFT_HEADS)}, a directory with a head's checkpoint, or a Hugging Face id"
 _CONFIG_PATTERNS = [
     "config.json",
+    PARAMS_FILE,
     "generation_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",

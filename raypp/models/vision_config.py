@@ -23,8 +23,10 @@ TOWER_PREFIXES = (
         for part in ("vision_tower.", "multi_modal_projector.", "mm_projector.")
     ),
     *(f"model.{part}." for part in ("audio_tower", "embed_vision", "embed_audio", "vision_embedder")),
+    *(f"{part}." for part in ("vision_encoder", "vision_language_adapter", "patch_merger", "pre_mm_projector_norm")),
 )
-"""Of tensors of towers in checkpoints: Qwen3-VL's, then those of Gemma's and of ones that raypp does not have."""
+"""Of tensors of towers in checkpoints: Qwen3-VL's, then those of Gemma's and of ones that raypp does not have; the last
+in Mistral's own form."""
 
 TowerKind = Literal["qwen3_vl", "gemma3", "gemma4"]
 

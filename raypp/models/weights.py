@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from raypp.errors import ModelLoadError, page
-from raypp.models.checkpoint_names import PLAIN_TYPES, file_of_tensor, lacks_file
+from raypp.models.checkpoint_names import PLAIN_TYPES, file_of_tensor, lacks_file, names_in_file
 from raypp.models.member_sizes import ONLY_MEMBER, Member, Size, Span, span_of
 from raypp.models.quantization import FP4_FORMATS, Quantization
 from raypp.models.weight_formats import Index, StoredTensors, StoredWeight, part_of, read_part
@@ -56,7 +56,7 @@ class WeightSource(StoredTensors, Protocol):
 
 
 class CheckpointWeights:
-    """A directory with `model.safetensors`, or with shards and `model.safetensors.index.json`.
+    """A directory with `model.safetensors`, or with shards and their index; or one in Mistral's own form.
 
     Files are mapped, not read: a stage touches the pages of its own tensors.
     """
@@ -64,7 +64,7 @@ class CheckpointWeights:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._open_files: dict[str, Any] = {}
-        self._names: dict[str, Collection[str]] = {}  # of the tensors in an open file
+        self._names: dict[str, dict[str, str]] = {}  # of the tensors in an open file: what they are called there
         self._read: set[str] = set()
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: Index | None = None) -> torch.Tensor:
@@ -79,11 +79,11 @@ class CheckpointWeights:
         self._read.add(name)
         file = self._path / file_name
         try:
-            opened = self._open(file_name)
-            found = opened.get_slice(name)
+            opened, stored = self._open(file_name), self._names_in(file_name).get(name, name)
+            found = opened.get_slice(stored)
             got_shape, got_dtype = tuple(found.get_shape()), str(found.get_dtype())
             check_tensor(file, name, (got_shape, got_dtype), (shape, dtype))
-            tensor: torch.Tensor = opened.get_tensor(name) if where is None else found[where]
+            tensor: torch.Tensor = opened.get_tensor(stored) if where is None else found[where]
         except SafetensorError as error:
             raise ModelLoadError(f"{file} cannot be read for tensor {name}", got=str(error)) from error
         # Never the mapping itself: a file that is replaced later must not change or kill a running engine.
@@ -91,17 +91,17 @@ class CheckpointWeights:
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         file_name = self._file_with(name)
-        return None if file_name is None else tuple(self._open(file_name).get_slice(name).get_shape())
+        return None if file_name is None else tuple(self._slice(file_name, name).get_shape())
 
     def type_of(self, name: str) -> torch.dtype | None:
         """Return the type of a tensor, None if there is none of that name, or it is one that raypp never uses."""
         file_name = self._file_with(name)
-        return None if file_name is None else _TYPES.get(self._open(file_name).get_slice(name).get_dtype())
+        return None if file_name is None else _TYPES.get(self._slice(file_name, name).get_dtype())
 
     def slices(self) -> dict[str, Any]:
         """Return all tensors by name, as safetensors' slices: what is not indexed is not read."""
         found = {name: self._file_with(name) for name in self._file_of_tensor}
-        return {name: self._open(file).get_slice(name) for name, file in found.items() if file is not None}
+        return {name: self._slice(file, name) for name, file in found.items() if file is not None}
 
     def unread(self) -> Collection[str]:
         return self._file_of_tensor.keys() - self._read
@@ -120,10 +120,13 @@ class CheckpointWeights:
         found = (file for file in others if (self._path / file).is_file() and name in self._names_in(file))
         return next(found, said)
 
-    def _names_in(self, file_name: str) -> Collection[str]:
+    def _names_in(self, file_name: str) -> dict[str, str]:
         if file_name not in self._names:
-            self._names[file_name] = frozenset(self._open(file_name).keys())
+            self._names[file_name] = names_in_file(file_name, self._open(file_name).keys())
         return self._names[file_name]
+
+    def _slice(self, file_name: str, name: str) -> Any:
+        return self._open(file_name).get_slice(self._names_in(file_name).get(name, name))
 
     def _open(self, file_name: str) -> Any:
         if file_name not in self._open_files:

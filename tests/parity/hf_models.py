@@ -21,7 +21,7 @@ import transformers  # its classes are imported where they are used: that takes 
 DENSE_FAMILIES = ("qwen3", "qwen2", "llama")
 EXPERT_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "minimax_m2")
 FAMILIES = DENSE_FAMILIES + EXPERT_FAMILIES
-WINDOW_FAMILIES = ("mistral", "ministral", "gpt_oss", "gemma2", "gemma3", "gemma4", "gemma4_moe")
+WINDOW_FAMILIES = ("mistral", "ministral", "ministral3", "gpt_oss", "gemma2", "gemma3", "gemma4", "gemma4_moe")
 """With a window: in all layers, and in some."""
 LATENT_FAMILIES = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "mistral4")
 """Keys and values are made of latents."""
@@ -48,6 +48,7 @@ _ARCHITECTURES = {
     "mixtral": "Mixtral",
     "mistral": "Mistral",
     "ministral": "Ministral",
+    "ministral3": "Ministral3",
     "gpt_oss": "GptOss",
     "gemma2": "Gemma2",
     "gemma3": "Gemma3",
@@ -70,6 +71,7 @@ _WEIGHT_SCALES = {
     "mixtral": (0.12, 0.15, 0.18),
     "mistral": (0.12, 0.15, 0.18),
     "ministral": (0.12, 0.15, 0.18),
+    "ministral3": (0.12, 0.15, 0.18),
     "gpt_oss": (0.2, 0.25, 0.3),
     "gemma2": (0.2, 0.25, 0.3),
     "gemma3": (0.2, 0.25, 0.3),
@@ -227,7 +229,7 @@ def _configuration(family: str, seed: int, min_layers: int) -> dict[str, Any]:
         rope |= _YARN_ROPE | ({"truncate": False} if seed % 3 == 1 else {"mscale": 1.0, "mscale_all_dim": 0.7})
     elif seed % 7 == 6:
         rope |= {"rope_type": "dynamic", "factor": 4.0}
-    if family == "mistral4":  # transformers' other ropes turn a whole head
+    if family in ("mistral4", "ministral3"):  # transformers' other ropes turn a whole head, and no query grows
         rope |= _YARN_ROPE | _GROWTH[seed % 3]
     if family in ("glm4_moe", "minimax_m2"):
         rope |= {"partial_rotary_factor": (0.5, 1.0, 0.5)[seed % 3]}

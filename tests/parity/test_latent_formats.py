@@ -76,6 +76,7 @@ _K25 = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kim
 TOWERS = [
     ("mistral4", "fp8 static", (), _SMALL_4, "model.language_model.", "lm_head.", 1),
     ("mistral4", "fp8 blocks", (), _SMALL_4, "language_model.model.", "language_model.lm_head.", 1),
+    ("ministral3", "fp8 static", (), _SMALL_4, "model.language_model.", "lm_head.", 1),
     ("deepseek_v3", "compressed int4 of 32", OF_KIMI, _K25, "language_model.model.", "language_model.lm_head.", 2),
 ]
 
@@ -91,7 +92,7 @@ def test_the_text_of_a_model_beside_a_tower(
     count: int,
     tmp_path: Path,
 ) -> None:
-    """Mistral Small 4 as it is published and as transformers writes it; Kimi-K2.5. Images are refused."""
+    """Mistral Small 4 as it is published and as transformers writes it; Ministral 3; Kimi-K2.5. Images are refused."""
     sizes = sizes_for_members(family, count, 8) | {"tie_word_embeddings": False}
     source = make_checkpoint(family, 8, tmp_path / "source", min_layers=4, **sizes)
     small, plain = tmp_path / "small", tmp_path / "plain"

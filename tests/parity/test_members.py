@@ -70,7 +70,7 @@ def _full(*values):
         "deepseek_v3",
         *map(_full, ("deepseek_v2", "glm4_moe_lite", "mistral4")),
         *map(_full, ("llama", "qwen2", "mixtral", "glm4_moe", "mistral", "ministral", "gpt_oss", "gemma2", "gemma4")),
-        *map(_full, ("qwen3_5", "qwen3_next")),
+        *map(_full, ("qwen3_5", "qwen3_next", "ministral3")),
     ],
 )
 def test_tokens_equal_transformers(family, count, num_stages, tmp_path):

@@ -26,7 +26,17 @@ from raypp.models.config import load_model_config
 SEEDS = range(sized(7, 20))  # seven have every form of rotation and files, and stages
 TOLERANCE = 1e-4
 IN_CI = ("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral")
-ALSO_IN_CI = (*IN_CI, "glm4_moe", "minimax_m2", "gpt_oss", "gemma3", "gemma4", "gemma4_moe", *LATENT_FAMILIES)
+ALSO_IN_CI = (
+    *IN_CI,
+    "ministral3",
+    "glm4_moe",
+    "minimax_m2",
+    "gpt_oss",
+    "gemma3",
+    "gemma4",
+    "gemma4_moe",
+    *LATENT_FAMILIES,
+)
 
 
 def _families(in_ci):

@@ -24,6 +24,7 @@ FULL: dict[str, dict[str, str]] = {
     "tests/parity/test_altered_decoders.py": {"TEST_SIZES": "all"},
     "tests/parity/test_quantized_weights.py": {"TEST_SIZES": "all"},
     "tests/parity/test_latent_formats.py": {"TEST_SIZES": "all"},
+    "tests/parity/test_mistral_tokens.py": {"TEST_SIZES": "all"},
     "tests/parity/test_windows.py": {"TEST_SIZES": "all"},
     "tests/parity/test_row_states.py": {"TEST_SIZES": "all"},
     "tests/parity/test_mtp.py": {"TEST_SIZES": "all"},

@@ -100,6 +100,7 @@ def test_biases(tmp_path):
     assert found == {
         "LlamaForCausalLM": (True, True, True),
         "MistralForCausalLM": (False, False, False),
+        "Ministral3ForCausalLM": (False, False, False),
         "MinistralForCausalLM": (False, False, False),
         "Qwen2ForCausalLM": (True, False, False),
         "Qwen3ForCausalLM": (True, True, False),
