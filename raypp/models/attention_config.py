@@ -113,6 +113,7 @@ class AttentionConfig:
     sees_ahead: bool = True  # whether tokens of an image see later ones of it, where those of the model do
     num_sharing: int = 1  # members of a stage that have the same KV heads, where there are fewer heads than members
     latent: LatentConfig | None = None  # what keys and values are made of; None: of the residual stream
+    source: int | None = None  # the layer whose keys and values it attends to; None: its own
 
     @property
     def attention(self) -> AttentionConfig:
@@ -121,7 +122,7 @@ class AttentionConfig:
 
     @property
     def cache(self) -> PagedKV:
-        """What the layer keeps."""
+        """What the layer keeps, or the one whose keys and values it attends to."""
         if self.latent is not None:
             return PagedKV(1, self.latent.rotary_dim, self.latent.rank, self.window)
         return PagedKV(self.num_kv_heads, self.head_dim, self.v_dim, self.window)
