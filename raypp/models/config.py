@@ -96,6 +96,9 @@ class LayerInputs(NamedTuple):
     num_parameters: int = 0  # of what makes them, for all layers
 
 
+NO_INPUTS = LayerInputs()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only language model's architecture and sizes."""
@@ -133,7 +136,7 @@ class ModelConfig:
     has_output_norms: bool = False  # whether attention's and the MLP's outputs are normalized before they are added
     embedding_scale: float = 1.0
     logit_cap: float | None = None  # logits become cap * tanh(logit / cap)
-    layer_inputs: LayerInputs = LayerInputs()
+    layer_inputs: LayerInputs = NO_INPUTS
     num_members: int = 1  # of a stage; all sizes but those of the vocabulary are one member's, see `of_one_member`
 
     @property
@@ -162,14 +165,16 @@ class ModelConfig:
         return None if attention is None or attention.source is not None else self.windows.index(attention.window)
 
     def stream_size(self, layer: int) -> int:
-        """Return the elements of a token that enter a layer: the residual stream, inputs of this layer and later ones."""
+        """Return the elements of a token that enter a layer: residual stream, inputs of this layer and later ones."""
         return self.hidden_size + self.layer_inputs.size * (self.num_layers - layer)
 
     @property
     def stage_begins(self) -> tuple[int, ...]:
         """The layers that a stage may begin with: none between a layer and one that attends to its keys and values."""
         sources = [None if each.attention is None else each.attention.source for each in self.attention]
-        joined = {layer for end, source in enumerate(sources) if source is not None for layer in range(source + 1, end + 1)}
+        joined = {
+            layer for end, source in enumerate(sources) if source is not None for layer in range(source + 1, end + 1)
+        }
         return tuple(layer for layer in range(self.num_layers) if layer not in joined)
 
     @property

@@ -120,7 +120,7 @@ def as_positions(model: nn.Module, positions: torch.Tensor) -> dict[str, torch.T
 
 
 def makers_of_inputs(model: Any) -> dict[str, nn.Module]:
-    """Return the modules that make what each layer takes of a token besides the residual stream; by name in the decoder."""
+    """Return the decoder's modules, by name, that make what each layer takes of a token besides the residual stream."""
     return {name: module for name, module in model.get_decoder().named_children() if name in _OF_INPUTS}
 
 
@@ -508,10 +508,8 @@ class TransformersModel:
         First stage only. Shapes: input_ids [T] int32 or int64.
         """
         embedding, ids = self._model.get_input_embeddings(), input_ids.unsqueeze(0)
-        if self._part is not None:
-            embedded = self._part.embedded(input_ids, embedding)
-        else:
-            embedded = embedding(ids)[0]
+        part = self._part
+        embedded: torch.Tensor = embedding(ids)[0] if part is None else part.embedded(input_ids, embedding)
         if not self._config.layer_inputs.size:
             return embedded
         made = self._make_inputs(embedded.unsqueeze(0), self._decoder.get_per_layer_inputs(ids, None))
@@ -528,8 +526,8 @@ class TransformersModel:
     ) -> torch.Tensor:
         """Return what travels on, [T, H]: the residual stream, on the last stage the decoder's output.
 
-        Shapes: hidden [T, H]; positions [T] int64. Inputs of layers lie behind the residual stream, of those of this stage
-        and later ones in `hidden`, of later ones in what is returned.
+        Shapes: hidden [T, H]; positions [T] int64. Inputs of layers lie behind the residual stream: in `hidden` of this
+        stage's and of later ones, in what is returned of later ones.
         """
         assert deepstack is None, "images are for models with a tower of raypp's"
         with self._lock:
@@ -537,7 +535,8 @@ class TransformersModel:
             return self._run(hidden, positions)
 
     def _run(self, stream: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        hidden, given, size = stream, as_positions(self._decoder, positions.unsqueeze(0)), self._config.layer_inputs.size
+        given: dict[str, Any] = {**as_positions(self._decoder, positions.unsqueeze(0))}
+        hidden, size = stream, self._config.layer_inputs.size
         if size:
             hidden, rows = stream.tensor_split((self.hidden_size,), -1)
             given["per_layer_inputs"] = _LayerInputs(rows.unflatten(-1, (-1, size)), self._own.start)

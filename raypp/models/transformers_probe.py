@@ -21,7 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from raypp.errors import ModelLoadError, RayppError
 from raypp.models.asked import TRUSTS_CODE
 from raypp.models.attention_config import AttentionConfig
-from raypp.models.config import CutSize, LayerInputs, MeasuredLayer, MeasuredLinear
+from raypp.models.config import NO_INPUTS, CutSize, LayerInputs, MeasuredLayer, MeasuredLinear
 from raypp.models.transformers_layers import attend_at
 from raypp.models.transformers_members import ModuleParts, cut_model, parts_of
 from raypp.models.transformers_model import as_positions, empty_model, is_of_experts, layers_of, makers_of_inputs
@@ -180,7 +180,7 @@ def probe(path: Path, *, trusts_code: bool = False, num_members: int = 1) -> dic
 def _layer_inputs(model: Any) -> LayerInputs:
     makers = makers_of_inputs(model)
     num_parameters = sum(each.numel() for module in makers.values() for each in module.parameters())
-    return LayerInputs(model.config.hidden_size_per_layer_input, num_parameters) if makers else LayerInputs()
+    return LayerInputs(model.config.hidden_size_per_layer_input, num_parameters) if makers else NO_INPUTS
 
 
 def _refuse_unknown(model: Any) -> None:
@@ -249,7 +249,8 @@ def _cuts(layer: nn.Module, names: Mapping[object, str], parts: ModuleParts, wit
             continue
         parent = names[module].rpartition(".")[0]
         if witness.found is not None and parent == names.get(witness.module):
-            yield CutSize("KV heads", witness.found.num_kv_heads, can_be_shared=parts.shares_kv_heads(parent))
+            if witness.found.source is None:  # else they are another layer's
+                yield CutSize("KV heads", witness.found.num_kv_heads, can_be_shared=parts.shares_kv_heads(parent))
             yield CutSize("heads", witness.found.num_heads, can_be_shared=False)
         else:
             below = names[module].removeprefix(f"{names[layer]}.")

@@ -64,9 +64,7 @@ def layers_per_stage(
 def _cut_apart(model: ModelConfig, begin: int, explicit: Sequence[int], possible: Sequence[int]) -> ConfigError:
     """Return what is wrong with a stage that begins with a layer."""
     sources = ((layer, each.attention.source) for layer, each in enumerate(model.attention) if each.attention)
-    layer, source = next(
-        (layer, source) for layer, source in sources if source is not None and source < begin <= layer
-    )
+    layer, source = next((layer, source) for layer, source in sources if source is not None and source < begin <= layer)
     return ConfigError(
         "layer_partition cuts between a layer and one that attends to its keys and values",
         got=f"{list(explicit)}: layer {layer}, on a stage that begins with layer {begin} or behind it, "

@@ -76,7 +76,7 @@ class StageSpec:
     num_deepstack_layers: int = 0  # leading layers of the model that rows of images are added after
     num_carried_taps: int = 0  # of these, the ones behind the first stage: their rows travel between stages
     layer_input_sizes: tuple[int, ...] = ()
-    """Elements of a token besides the residual stream that enter each stage, for its layers and later ones; (): none."""
+    """Elements of a token behind the residual stream that enter each stage, for its layers and later ones; (): none."""
     ngram_window: int = 0  # newest tokens of a row that n-grams are looked for in; 0 without speculation
     draft_head: DraftHeadSpec | None = None
     transport: TransportKind
@@ -84,7 +84,7 @@ class StageSpec:
     trace: bool
 
     def stream_size(self, stage_index: int, hidden_size: int) -> int:
-        """Return the elements of a token that enter a stage's layers; of the stage behind the last: that leave these."""
+        """Return the elements of a token that enter a stage's layers; of one behind the last: that leave the last."""
         return hidden_size + sum(self.layer_input_sizes[stage_index : stage_index + 1])
 
     @property
