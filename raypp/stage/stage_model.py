@@ -40,10 +40,10 @@ class StageModel(Protocol):
         """The head that drafts for the model, on the last stage."""
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the tokens' embeddings, [T, H], and behind them inputs of layers. First stage only. input_ids [T] int32.
+        """Return the tokens' embeddings, [T, H]. First stage only. input_ids [T] int32.
 
-        Layers that take something of a token besides the residual stream make the stream wider: what enters a stage has
-        `StageSpec.stream_size` elements of a token, what leaves it that of the next one.
+        Layers that take something of a token besides the residual stream make it wider: what enters a stage's layers has
+        `StageSpec.stream_size` elements of a token, and so has what leaves them, of the next stage.
         """
 
     def forward(
