@@ -178,7 +178,13 @@ def probe(path: Path, *, trusts_code: bool = False, num_members: int = 1) -> dic
 
 
 def _layer_inputs(model: Any) -> LayerInputs:
-    makers = makers_of_inputs(model)
+    makers, make = makers_of_inputs(model), getattr(model.get_decoder(), "get_per_layer_inputs", None)
+    if makers and (make is None or list(inspect.signature(make).parameters) != ["input_ids", "inputs_embeds"]):
+        raise ModelLoadError(
+            "its layers take inputs of token ids in a way that raypp does not have",
+            got=type(model.get_decoder()).__name__,
+            expected="layers without such inputs, or with those of Gemma 4",
+        )
     num_parameters = sum(each.numel() for module in makers.values() for each in module.parameters())
     return LayerInputs(model.config.hidden_size_per_layer_input, num_parameters) if makers else NO_INPUTS
 

@@ -10,12 +10,13 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 from op_tape import spoiling_tape_graphs, tape_graphs
 from shrunken_models import make_shrunken
 from test_any_decoder import RUNS, compare, prompts_of
 
 from raypp.config.engine_config import EngineConfig
-from raypp.errors import ConfigError
+from raypp.errors import ConfigError, ModelLoadError
 from raypp.models import config as config_module
 from raypp.models.config import load_model_config
 from raypp.models.sizes import kv_bytes_per_token, parameter_counts
@@ -84,10 +85,10 @@ def test_layers_without_a_cache_take_no_memory(path: Path) -> None:
     assert [num_bytes > 0 for num_bytes in kv_bytes_per_token(config, 2)] == with_cache
     assert [config.group_of(layer) is not None for layer in range(8)] == with_cache
     assert "4 with the keys and values of other layers" in describe_layers(config)
-    plan, eight = _plan(path, num_stages=2, layer_partition=[1, 7], num_kv_blocks=20), [64, 256]
-    assert [stage.kv_cache_bytes for stage in plan.stages] == [
-        sum(kv_bytes_per_token(config, 4)[start:end]) * 4 * plan.groups[0].num_blocks for start, end in ((0, 1), (1, 8))
-    ], eight
+    plan, sizes = _plan(path, num_stages=2, layer_partition=[1, 7], num_kv_blocks=20), kv_bytes_per_token(config, 4)
+    blocks = [plan.groups[config.group_of(layer) or 0].num_blocks for layer in range(8)]
+    of_layers = [4 * count * num_bytes for count, num_bytes in zip(blocks, sizes, strict=True)]
+    assert [stage.kv_cache_bytes for stage in plan.stages] == [of_layers[0], sum(of_layers[1:])]
     assert plan.edge_bytes == [4 * (64 + 7 * 16)]
 
 
@@ -101,8 +102,16 @@ def test_a_cut_before_a_layer_that_shares_is_refused(path: Path, partition: list
 
 def test_more_stages_than_possible_cuts_are_refused(path: Path) -> None:
     assert [stage.num_layers for stage in _plan(path, num_stages=3).stages] == [1, 1, 6]
-    with pytest.raises(ConfigError, match="num_stages=4; expected: at most 3, .* layers 1 to 2"):
+    with pytest.raises(ConfigError, match=r"num_stages=4; expected: at most 3, .* layers 1 to 2"):
         _plan(path, num_stages=4)
+
+
+def test_gemma_3n_is_refused(tmp_path: Path) -> None:
+    """It has inputs of layers, too, and several residual streams."""
+    config = transformers.Gemma3nTextConfig(architectures=["Gemma3nForCausalLM"])
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match="inputs of token ids in a way that raypp does not have; got: Gemma3n"):
+        load_model_config(tmp_path)
 
 
 @pytest.mark.parametrize(
