@@ -44,7 +44,7 @@ MAX_STATEMENTS = {
     "raypp/encoder": 581,
     "raypp/grammar": 1_475,
     "raypp/graphs": 420,
-    "raypp/models": 4_980,  # transformers' modules, cut, with kernels, with inputs of layers; ten families; three towers
+    "raypp/models": 4_980,  # transformers' modules, cut, with kernels, inputs of layers; ten families; three towers
     "raypp/openai_api": 2_712,  # with calls of GLM, MiniMax and Gemma; what templates of gpt-oss and Llama take
     "raypp/ops": 7_106,  # caches, states, latents, routers, twice; members' sums, draws (257); invariant sums: 365
     "raypp/pictures": 717,  # two rules of sizes
