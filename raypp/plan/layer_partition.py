@@ -67,19 +67,20 @@ def _cut_apart(model: ModelConfig, begin: int, explicit: Sequence[int], possible
     layer, source = next((layer, source) for layer, source in sources if source is not None and source < begin <= layer)
     return ConfigError(
         "layer_partition cuts between a layer and one that attends to its keys and values",
-        got=f"{list(explicit)}: layer {layer}, on a stage that begins with layer {begin} or behind it, "
-        f"takes those of layer {source}",
+        got=f"{list(explicit)}: layer {layer} takes those of layer {source}, and a stage begins with layer {begin}",
         expected=_possible_cuts(model.stage_begins),
         hint=f"layer_partition={list(possible)}, or leave layer_partition out",
     )
 
 
 def _possible_cuts(begins: Sequence[int]) -> str:
-    """Return which layers stages may begin with, as text."""
+    """Return how many stages there may be, and which layers they may begin with, as text."""
     firsts = [layer for layer in begins[1:] if layer - 1 not in begins[1:]]
     lasts = [layer for layer in begins[1:] if layer + 1 not in begins]
     spans = [f"{first} to {last}" if first < last else f"{first}" for first, last in zip(firsts, lasts, strict=True)]
-    return f"later stages that begin with one of layers {', '.join(spans)}" if spans else "num_stages = 1"
+    if not spans:
+        return "num_stages = 1"
+    return f"at most {len(begins)} stages, the later ones beginning with one of layers {', '.join(spans)}"
 
 
 def _most_requests(config: EngineConfig) -> int:
@@ -276,7 +277,7 @@ def fastest_partition(
         raise ConfigError(
             "more stages than the model can be cut into: layers attend to keys and values of others",
             got=f"num_stages={num_stages}",
-            expected=f"at most {len(begins)}, {_possible_cuts(begins)}",
+            expected=_possible_cuts(begins),
             hint="a layer and those that take its keys and values are on one stage",
         )
     prefixes = [[0.0, *accumulate(of_stage.layers)] for of_stage in costs]

@@ -25,6 +25,8 @@ from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.fit import describe_layers
 from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine, build_local_pipeline
+from raypp.testing.shrunken_model import save_random_model
+from raypp.testing.try_decoder import first_difference
 from raypp.types import SamplingParams
 
 SHAPES = Path(__file__).parents[2] / "benchmarks/models"
@@ -62,6 +64,21 @@ def test_members_give_the_same_tokens(path: Path) -> None:
     compare(path, [RUNS[1] | {"tensor_parallel_size": 2}, RUNS[2] | {"num_stages": 1, "tensor_parallel_size": 4}])
 
 
+def test_the_text_part_of_a_checkpoint_with_towers_is_read(path: Path, tmp_path: Path) -> None:
+    """As E2B and E4B are published."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    names = ("image_token_id", "audio_token_id", "video_token_id", "boi_token_id", "eoi_token_id", "boa_token_id")
+    config = transformers.Gemma4Config(
+        text_config=transformers.AutoConfig.from_pretrained(path).to_dict(),
+        vision_config=sizes | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64},
+        audio_config=sizes | {"output_proj_dims": 32, "subsampling_conv_channels": [8, 4]},
+        **{name: 250 + place for place, name in enumerate((*names, "eoa_token_index"))},
+    )
+    save_random_model(config, tmp_path)
+    assert load_model_config(tmp_path).architecture == "transformers:Gemma4ForConditionalGeneration"
+    assert [first_difference(tmp_path, partition) for partition in ([8], [2, 6])] == [None, None]
+
+
 def test_blocks_come_back_from_cpu_memory(path: Path) -> None:
     compare(path, [RUNS[1] | RUNS[2] | {"num_stages": 2, "cpu_kv_bytes": 1 << 20}])
 
@@ -96,13 +113,13 @@ def test_layers_without_a_cache_take_no_memory(path: Path) -> None:
 def test_a_cut_before_a_layer_that_shares_is_refused(path: Path, partition: list[int], layer: int, source: int) -> None:
     with pytest.raises(ConfigError) as raised:
         _plan(path, num_stages=len(partition), layer_partition=partition)
-    words = [str(partition), f"layer {layer},", f"of layer {source}", "layers 1 to 2", "layer_partition="]
+    words = [str(partition), f"layer {layer} takes those of layer {source}", "layers 1 to 2", "layer_partition=["]
     assert [word for word in words if word not in str(raised.value)] == []
 
 
 def test_more_stages_than_possible_cuts_are_refused(path: Path) -> None:
     assert [stage.num_layers for stage in _plan(path, num_stages=3).stages] == [1, 1, 6]
-    with pytest.raises(ConfigError, match=r"num_stages=4; expected: at most 3, .* layers 1 to 2"):
+    with pytest.raises(ConfigError, match=r"num_stages=4; expected: at most 3 stages, .* layers 1 to 2"):
         _plan(path, num_stages=4)
 
 
