@@ -78,9 +78,8 @@ def _possible_cuts(begins: Sequence[int]) -> str:
     firsts = [layer for layer in begins[1:] if layer - 1 not in begins[1:]]
     lasts = [layer for layer in begins[1:] if layer + 1 not in begins]
     spans = [f"{first} to {last}" if first < last else f"{first}" for first, last in zip(firsts, lasts, strict=True)]
-    if not spans:
-        return "num_stages = 1"
-    return f"at most {len(begins)} stages, the later ones beginning with one of layers {', '.join(spans)}"
+    several = f"at most {len(begins)} stages, the later ones beginning with one of layers {', '.join(spans)}"
+    return several if spans else "num_stages = 1"
 
 
 def _most_requests(config: EngineConfig) -> int:
