@@ -114,6 +114,7 @@ class AttentionConfig:
     has_neighbours: bool = False
     """Whether pairs that are rotated lie side by side in the checkpoint; else half of what is rotated apart."""
     latent: LatentConfig | None = None  # what keys and values are made of; None: of the residual stream
+    source: int | None = None  # the layer whose keys and values it attends to; None: its own
 
     @property
     def attention(self) -> AttentionConfig:
@@ -122,7 +123,7 @@ class AttentionConfig:
 
     @property
     def cache(self) -> PagedKV:
-        """What the layer keeps."""
+        """What the layer keeps, or the one whose keys and values it attends to."""
         if self.latent is not None:
             return PagedKV(1, self.latent.rotary_dim, self.latent.rank, self.window)
         return PagedKV(self.num_kv_heads, self.head_dim, self.v_dim, self.window)

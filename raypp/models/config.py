@@ -97,6 +97,16 @@ class MeasuredLayer:
     cuts: tuple[CutSize, ...] = ()  # of the whole model
 
 
+class LayerInputs(NamedTuple):
+    """What every layer takes of each token besides the residual stream; the first stage makes it (Gemma 4 E2B)."""
+
+    size: int = 0  # elements, of one layer
+    num_parameters: int = 0  # of what makes them, for all layers
+
+
+NO_INPUTS = LayerInputs()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only language model's architecture and sizes."""
@@ -134,6 +144,7 @@ class ModelConfig:
     has_output_norms: bool = False  # whether attention's and the MLP's outputs are normalized before they are added
     embedding_scale: float = 1.0
     logit_cap: float | None = None  # logits become cap * tanh(logit / cap)
+    layer_inputs: LayerInputs = NO_INPUTS
     num_members: int = 1  # of a stage; all sizes but those of the vocabulary are one member's, see `of_one_member`
 
     @property
@@ -143,7 +154,7 @@ class ModelConfig:
 
     @property
     def attending(self) -> tuple[AttentionConfig, ...]:
-        """The layers that attend, and so have a KV cache."""
+        """The layers that attend, to a KV cache of their own or of another layer."""
         return tuple(each.attention for each in self.attention if each.attention is not None)
 
     @property
@@ -159,7 +170,20 @@ class ModelConfig:
     def group_of(self, layer: int) -> int | None:
         """Return which group of `windows` a layer is of, None if it keeps no KV."""
         attention = self.attention[layer].attention
-        return None if attention is None else self.windows.index(attention.window)
+        return None if attention is None or attention.source is not None else self.windows.index(attention.window)
+
+    def stream_size(self, layer: int) -> int:
+        """Return the elements of a token that enter a layer: residual stream, inputs of this layer and later ones."""
+        return self.hidden_size + self.layer_inputs.size * (self.num_layers - layer)
+
+    @property
+    def stage_begins(self) -> tuple[int, ...]:
+        """The layers that a stage may begin with: none between a layer and one that attends to its keys and values."""
+        sources = [None if each.attention is None else each.attention.source for each in self.attention]
+        joined = {
+            layer for end, source in enumerate(sources) if source is not None for layer in range(source + 1, end + 1)
+        }
+        return tuple(layer for layer in range(self.num_layers) if layer not in joined)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -430,6 +454,7 @@ def _transformers_config(
         dtype=read_dtype(text),
         quantization=None if quantization is None else quantization.renamed(name_of_text),
         eos_token_ids=_eos_token_ids(path, ConfigFields(text.file, {**text.values, "vocab_size": found["vocab_size"]})),
+        layer_inputs=LayerInputs(*found["layer_inputs"]),
         trusts_code=trusts_code,
     )
 

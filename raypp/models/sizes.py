@@ -158,7 +158,13 @@ def decode_width(config: ModelConfig) -> int:
 
 
 def kv_bytes_per_token(config: ModelConfig, kv_dtype_bytes: int) -> list[int]:
-    """Return the bytes of KV cache that one token takes in each layer; 0 where there is a state per row instead."""
+    """Return the bytes of KV cache that one token takes in each layer; 0 where it has none of its own."""
+    read = kv_bytes_read(config, kv_dtype_bytes)
+    return [0 if config.group_of(layer) is None else num_bytes for layer, num_bytes in enumerate(read)]
+
+
+def kv_bytes_read(config: ModelConfig, kv_dtype_bytes: int) -> list[int]:
+    """Return the bytes of KV cache that each layer reads of a token; 0 where there is a state per row instead."""
     attention = [layer.attention for layer in config.attention]
     return [0 if each is None else each.cache.bytes_per_token(kv_dtype_bytes) for each in attention]
 
@@ -206,8 +212,8 @@ def mlp_width(config: ModelConfig) -> int:
 
 
 def embedding_bytes(config: ModelConfig, dtype_bytes: int) -> int:
-    """Return the bytes of the token embedding, which the first stage holds."""
-    return config.vocab_rows * config.hidden_size * dtype_bytes
+    """Return the bytes of the token embedding, and of what makes inputs of layers, which the first stage holds."""
+    return (config.vocab_rows * config.hidden_size + config.layer_inputs.num_parameters) * dtype_bytes
 
 
 def lm_head_bytes(config: ModelConfig, dtype_bytes: int) -> int:
@@ -224,7 +230,7 @@ def parameter_counts(config: ModelConfig) -> tuple[int, int]:
     """Return how many parameters the language model has, and how many of them one token is multiplied by."""
     sizes, ends = layer_sizes(config, 1), lm_head_bytes(config, 1)
     total = sum(size.num_parameters for size in sizes) + ends
-    total += 0 if config.tie_word_embeddings else embedding_bytes(config, 1)
+    total += embedding_bytes(config, 1) - config.tie_word_embeddings * config.vocab_rows * config.hidden_size
     return total, sum(size.num_active for size in sizes) + ends
 
 

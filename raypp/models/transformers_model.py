@@ -2,15 +2,16 @@
 
 Transformers builds the whole model on the meta device, and only what this stage computes gets weights. Its classes run
 as they are, with the kernel set's operations in place of some of their parts (`raypp.models.transformers_layers`).
-Between stages one tensor travels, the residual stream:
+Between stages one tensor travels, the residual stream, and behind it what later layers take of each token besides:
 
     other stage   `_Elsewhere` in place of the layer; the one before `start_layer` hands in what was received
     this stage    layers [start_layer, end_layer)
     other stage   `_Elsewhere`; the one at `end_layer` keeps what it is given, which goes to the next stage
 
 So what a model does between embedding and first layer happens on the first stage alone, and what it does behind the
-last layer on the last. A model whose layers take more than the residual stream (keys of other layers, token ids) gives
-other tokens when it is cut; see `raypp.testing.try_decoder`.
+last layer on the last. Inputs of layers that are made of token ids are those of Gemma 4 (`per_layer_inputs`). A layer
+that attends to keys and values of another is on its stage. A model whose layers take anything else gives other tokens
+when it is cut; see `raypp.testing.try_decoder`.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ from raypp.ops.weight import Weight, own_copy, stacked_weights
 _LOG = logging.getLogger(__name__)
 _MOST_SAID = 400
 _POSITIONS = "position_ids"
+_OF_INPUTS = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
 
 
 def empty_model(path: Path, dtype: torch.dtype, *, trusts_code: bool = False) -> Any:
@@ -115,6 +117,11 @@ def as_positions(model: nn.Module, positions: torch.Tensor) -> dict[str, torch.T
     taken = inspect.signature(model.forward).parameters
     is_hidden = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in taken.values())  # behind `*args`
     return {_POSITIONS: positions} if _POSITIONS in taken or is_hidden else {}
+
+
+def makers_of_inputs(model: Any) -> dict[str, nn.Module]:
+    """Return the decoder's modules, by name, that make what each layer takes of a token besides the residual stream."""
+    return {name: module for name, module in model.get_decoder().named_children() if name in _OF_INPUTS}
 
 
 def layers_of(model: Any) -> nn.ModuleList:
@@ -229,6 +236,21 @@ class _Head(nn.Module):
         return logits if self._bias is None else logits + self._bias
 
 
+class _LayerInputs:
+    """What layers take of each token besides the residual stream: those of a stage, and of later ones.
+
+    Shapes: rows [T, number of layers, P].
+    """
+
+    def __init__(self, rows: torch.Tensor, start_layer: int) -> None:
+        self.rows = rows
+        self._start_layer = start_layer
+
+    def __getitem__(self, place: tuple[slice, slice, int, slice]) -> torch.Tensor:
+        """Return those of a layer, [1, T, P], as transformers asks for them; of a layer before these, any."""
+        return self.rows[:, max(0, place[2] - self._start_layer)].unsqueeze(0)
+
+
 class TransformersModel:
     """The layers [start_layer, end_layer) of any decoder; see `raypp.stage.stage_model.StageModel`."""
 
@@ -272,9 +294,12 @@ class TransformersModel:
         assert config.measured is not None
         for index, layer in enumerate(layers):
             if index in self._own:
-                mixer, group = config.attention[index], config.group_of(index)
+                mixer, keeper = config.attention[index], index
+                if mixer.attention is not None and mixer.attention.source is not None:
+                    keeper = mixer.attention.source  # whose cache gets the same keys and values once more
+                group = config.group_of(keeper)
                 if mixer.attention is not None and group is not None:
-                    made = LayerAttention(self._step, index - start_layer, mixer.attention, group, kernels)
+                    made = LayerAttention(self._step, keeper - start_layer, mixer.attention, group, kernels)
                     attend_at(layer, made)
                     self._attentions.append(made)
                 for number, shape in enumerate(mixer.modules if isinstance(mixer, ModulesConfig) else ()):
@@ -290,6 +315,11 @@ class TransformersModel:
             model.set_input_embeddings(nn.Identity())
         if not self._is_last:
             model.set_output_embeddings(nn.Identity())
+        if self._config.layer_inputs.size:
+            self._make_inputs = self._decoder.project_per_layer_inputs
+            self._decoder.project_per_layer_inputs = lambda _, made: made
+            for name in () if self._is_first else makers_of_inputs(model):
+                setattr(self._decoder, name, nn.Identity())
         self._given = _Given(self._decoder)
         self._lock = RLock()  # kernels are compiled in threads, and modules keep what passes
 
@@ -434,8 +464,9 @@ class TransformersModel:
         return {name_of_text(name): tensor for name, tensor in slices.items()}
 
     def _run_once(self) -> torch.Tensor:
-        hidden = torch.ones(NUM_TRIED_TOKENS, self.hidden_size, dtype=self._dtype, device=self._device)
-        return self._run(hidden, torch.arange(NUM_TRIED_TOKENS, device=self._device))
+        entering = self._config.stream_size(self._own.start)
+        stream = torch.ones(NUM_TRIED_TOKENS, entering, dtype=self._dtype, device=self._device)
+        return self._run(stream, torch.arange(NUM_TRIED_TOKENS, device=self._device))
 
     @property
     def _tied(self) -> set[str]:
@@ -472,12 +503,17 @@ class TransformersModel:
             self.kernels.plan_attention(attention, ring_entry)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the tokens' embeddings, [T, H]. First stage only. Shapes: input_ids [T] int32 or int64."""
-        embedding = self._model.get_input_embeddings()
-        if self._part is not None:
-            return self._part.embedded(input_ids, embedding)
-        embedded: torch.Tensor = embedding(input_ids.unsqueeze(0))[0]
-        return embedded
+        """Return the tokens' embeddings, [T, H], and behind them inputs of all layers, if these take any.
+
+        First stage only. Shapes: input_ids [T] int32 or int64.
+        """
+        embedding, ids = self._model.get_input_embeddings(), input_ids.unsqueeze(0)
+        part = self._part
+        embedded: torch.Tensor = embedding(ids)[0] if part is None else part.embedded(input_ids, embedding)
+        if not self._config.layer_inputs.size:
+            return embedded
+        made = self._make_inputs(embedded.unsqueeze(0), self._decoder.get_per_layer_inputs(ids, None))
+        return torch.cat((embedded, made[0].flatten(1)), -1)
 
     @torch.inference_mode()
     def forward(
@@ -490,22 +526,28 @@ class TransformersModel:
     ) -> torch.Tensor:
         """Return what travels on, [T, H]: the residual stream, on the last stage the decoder's output.
 
-        Shapes: hidden [T, H]; positions [T] int64.
+        Shapes: hidden [T, H]; positions [T] int64. Inputs of layers lie behind the residual stream: in `hidden` of this
+        stage's and of later ones, in what is returned of later ones.
         """
         assert deepstack is None, "images are for models with a tower of raypp's"
         with self._lock:
             self._step.begin(positions, attention, kv_caches)
             return self._run(hidden, positions)
 
-    def _run(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _run(self, stream: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        given: dict[str, Any] = {**as_positions(self._decoder, positions.unsqueeze(0))}
+        hidden, size = stream, self._config.layer_inputs.size
+        if size:
+            hidden, rows = stream.tensor_split((self.hidden_size,), -1)
+            given["per_layer_inputs"] = _LayerInputs(rows.unflatten(-1, (-1, size)), self._own.start)
         if self._before is not None:
             self._before.received = hidden.unsqueeze(0)
-        output = self._decoder(
-            inputs_embeds=hidden.unsqueeze(0), use_cache=False, **as_positions(self._decoder, positions.unsqueeze(0))
-        ).last_hidden_state
+        output = self._decoder(inputs_embeds=hidden.unsqueeze(0), use_cache=False, **given).last_hidden_state
         left: torch.Tensor | None = output if self._behind is None else self._behind.seen
         assert left is not None
-        return left[0]
+        if not size or self._is_last:
+            return left[0]
+        return torch.cat((left[0], stream[:, self.hidden_size + len(self._own) * size :]), -1)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -10,7 +10,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from raypp.errors import ModelLoadError, RayppError
 from raypp.models.asked import TRUSTS_CODE
 from raypp.models.attention_config import AttentionConfig
-from raypp.models.config import CutSize, MeasuredLayer, MeasuredLinear
+from raypp.models.config import NO_INPUTS, CutSize, LayerInputs, MeasuredLayer, MeasuredLinear
 from raypp.models.transformers_layers import attend_at
 from raypp.models.transformers_members import ModuleParts, cut_model, parts_of
-from raypp.models.transformers_model import as_positions, empty_model, is_of_experts, layers_of
+from raypp.models.transformers_model import as_positions, empty_model, is_of_experts, layers_of, makers_of_inputs
 from raypp.models.transformers_states import CACHES, has_states, states_of
 from raypp.ops.state_sizes import ModuleState
 
@@ -52,8 +52,11 @@ ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _no_experts)
 class _Witness:
     """Stands for the attention of a layer, and writes down how it is called."""
 
-    def __init__(self, index: int, layer: nn.Module, config: Any) -> None:
+    def __init__(
+        self, index: int, layer: nn.Module, config: Any, kept: list[tuple[torch.Tensor, torch.Tensor, _Witness]]
+    ) -> None:
         self.index = index
+        self._kept = kept  # keys and values of layers before, and whose they are
         self.found: AttentionConfig | None = None
         self.module: object = None
         self._config = config
@@ -85,6 +88,11 @@ class _Witness:
         )
         if self.found is not None:
             raise ModelLoadError("a layer attends more than once", got=f"layer {self.index}")
+        source = next((layer for k, v, layer in self._kept if k is key and v is value), None)
+        if source is not None and source.found is not None and source.found.cache == found.cache:
+            found = replace(found, source=source.index)
+        else:
+            self._kept.append((key, value, self))
         self.found, self.module = found, options["module"]
         return query.new_empty(1, query.shape[2], found.num_heads, found.v_dim)
 
@@ -116,7 +124,8 @@ def probe(path: Path, *, trusts_code: bool = False, num_members: int = 1) -> dic
         cut_model(model, parts, num_members)
     if model._can_set_experts_implementation():
         model.set_experts_implementation(_EXPERTS)
-    witnesses = [_Witness(index, layer, config) for index, layer in enumerate(layers)]
+    kept: list[tuple[torch.Tensor, torch.Tensor, _Witness]] = []
+    witnesses = [_Witness(index, layer, config, kept) for index, layer in enumerate(layers)]
     for witness, layer in zip(witnesses, layers, strict=True):
         attend_at(layer, witness)
     ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
@@ -164,7 +173,20 @@ def probe(path: Path, *, trusts_code: bool = False, num_members: int = 1) -> dic
         "attention": [None if witness.found is None else asdict(witness.found) for witness in witnesses],
         "states": [[asdict(each) for each in of_layer] for of_layer in states],
         "layers": [asdict(each) for each in measured],
+        "layer_inputs": _layer_inputs(model),
     }
+
+
+def _layer_inputs(model: Any) -> LayerInputs:
+    makers, make = makers_of_inputs(model), getattr(model.get_decoder(), "get_per_layer_inputs", None)
+    if makers and (make is None or list(inspect.signature(make).parameters) != ["input_ids", "inputs_embeds"]):
+        raise ModelLoadError(
+            "its layers take inputs of token ids in a way that raypp does not have",
+            got=type(model.get_decoder()).__name__,
+            expected="layers without such inputs, or with those of Gemma 4",
+        )
+    num_parameters = sum(each.numel() for module in makers.values() for each in module.parameters())
+    return LayerInputs(model.config.hidden_size_per_layer_input, num_parameters) if makers else NO_INPUTS
 
 
 def _refuse_unknown(model: Any) -> None:
@@ -233,7 +255,8 @@ def _cuts(layer: nn.Module, names: Mapping[object, str], parts: ModuleParts, wit
             continue
         parent = names[module].rpartition(".")[0]
         if witness.found is not None and parent == names.get(witness.module):
-            yield CutSize("KV heads", witness.found.num_kv_heads, can_be_shared=parts.shares_kv_heads(parent))
+            if witness.found.source is None:  # else they are another layer's
+                yield CutSize("KV heads", witness.found.num_kv_heads, can_be_shared=parts.shares_kv_heads(parent))
             yield CutSize("heads", witness.found.num_heads, can_be_shared=False)
         else:
             below = names[module].removeprefix(f"{names[layer]}.")

@@ -19,7 +19,7 @@ from operator import add, mul
 
 from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import LayerSize, kv_bytes_per_token, layer_sizes, lm_head_bytes
+from raypp.models.sizes import LayerSize, kv_bytes_read, layer_sizes, lm_head_bytes
 from raypp.ops.sample.draw_sizes import exchanged_bytes
 from raypp.plan.hardware import H200, Gpu
 from raypp.scheduler.step_budget import RooflineCost, StageTimes, StepWork, amounts, step_ms
@@ -145,7 +145,7 @@ def estimated_costs(
     roofline = RooflineCost(free_tokens)
     growth = roofline(num_tokens) / roofline(num_decode_tokens)
     layers = [growth * size.reads.of(num_tokens) for size in layer_sizes(model, dtype_bytes)]
-    of_token = kv_bytes_per_token(model, kv_dtype_bytes)
+    of_token = kv_bytes_read(model, kv_dtype_bytes)
     num_seen = num_seen or [0.0] * model.num_layers
     head = float(lm_head_bytes(model, dtype_bytes) + drafting_bytes)
     if not on_gpu:
@@ -266,7 +266,7 @@ def estimated_times(
     """
     # What a window leaves out is counted, too: measured steps correct it.
     flops = map(_pair_flops, model.attention)
-    layers = list(zip(layer_sizes(model, dtype_bytes), flops, kv_bytes_per_token(model, kv_dtype_bytes), strict=True))
+    layers = list(zip(layer_sizes(model, dtype_bytes), flops, kv_bytes_read(model, kv_dtype_bytes), strict=True))
     devices = [_CPU] * len(num_layers) if gpus is None else [_GPU.like(gpu) for gpu in gpus]
     ends = [0, *accumulate(num_layers)]
     found = []

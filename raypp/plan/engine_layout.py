@@ -93,7 +93,7 @@ class EngineLayout:
 
     @property
     def edge_bytes(self) -> list[int]:
-        """Bytes per token from each stage to the next: its hidden states, and those that a draft head wants.
+        """Bytes per token from each stage to the next: hidden states, inputs of layers, and what a draft head wants.
 
         Each member sends as many to a stage on its node, and `slice_bytes` of them to one on another node.
         """
@@ -101,7 +101,9 @@ class EngineLayout:
         if self.draft_head is not None:
             taps = list(zip(self.draft_head.config.aux_depths, self.draft_head.tap_stages, strict=True))
         carried = [len({depth for depth, of in taps if of <= stage}) for stage in range(len(self.layers) - 1)]
-        return [(1 + count) * self.model.hidden_size * self.dtype_bytes for count in carried]
+        sizes = map(self.model.stream_size, self.start_layers[1:])
+        hidden_size, dtype_bytes = self.model.hidden_size, self.dtype_bytes
+        return [(count * hidden_size + size) * dtype_bytes for count, size in zip(carried, sizes, strict=True)]
 
 
 def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str, str | None], Path]) -> EngineLayout:
@@ -216,7 +218,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
 
     without_layers = memory_of(config, [0] * num_stages)
     costs = costs_of(config, held, head, dtype_bytes, device, gpus)
-    layers = layers_per_stage(config, model.num_layers, costs, room_for if gpus[0].indices else None)
+    layers = layers_per_stage(config, model, costs, room_for if gpus[0].indices else None)
     starts = [sum(layers[:index]) for index in range(num_stages)]
     head_spec = None if head is None else draft_head_spec(config, head_path, head, starts)
     if model.has_row_states and config.cache.num_kv_blocks is None:

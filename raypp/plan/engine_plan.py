@@ -205,6 +205,9 @@ class EnginePlan(EngineLayout):
             items_see_ahead=self.model.vision is not None and self.model.vision.sees_ahead,
             num_deepstack_layers=self.model.num_deepstack_layers,
             num_carried_taps=max(0, self.model.num_deepstack_layers - self.stages[0].end_layer),
+            layer_input_sizes=tuple(
+                self.model.stream_size(each) - self.model.hidden_size for each in self.start_layers
+            ),
             ngram_window=self.ngram_window,
             draft_head=self.draft_head,
             transport=self.transport,

@@ -529,6 +529,8 @@ def describe_layers(model: ModelConfig) -> str:
         parts.append(f"of whose weights each member has {share_of_member(model):.0%}")
     windows = Counter(attention.window for attention in model.attending if attention.window is not None)
     parts += [f"{count} with a window of {window} tokens" for window, count in windows.items()]
+    num_sharing = sum(attention.source is not None for attention in model.attending)
+    parts += [f"{num_sharing} with the keys and values of other layers"] if num_sharing else []
     num_states = sum(isinstance(each, ModulesConfig) and any(each.modules) for each in model.attention)
     parts += [f"{num_states} with a state per request"] if num_states else []
     for what, has in (

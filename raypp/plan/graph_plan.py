@@ -111,6 +111,6 @@ def _graph_bytes(sizes: StepSizes, config: EngineConfig, model: ModelConfig, dty
     attention = qkv_width(model)
     others = 4 * model.hidden_size + mlp_width(model)
     pool = max(most_pieces * (others + 2 * attention), most_full * (others + 2 * decode_width(model)))
-    buffers = most_pieces * (2 * model.hidden_size + attention)
+    buffers = most_pieces * (2 * model.stream_size(0) + attention)
     logits_bytes = most_full * logit_row_bytes(model)
     return graphs + logits_bytes + (pool + buffers) * dtype_bytes + _KERNEL_BYTES

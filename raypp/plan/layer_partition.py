@@ -29,7 +29,7 @@ _MORE = 0.02
 
 
 def layers_per_stage(
-    config: EngineConfig, num_layers: int, costs: Sequence[StepCosts], room: RoomFor | None = None
+    config: EngineConfig, model: ModelConfig, costs: Sequence[StepCosts], room: RoomFor | None = None
 ) -> list[int]:
     """Return the number of layers of each stage.
 
@@ -38,24 +38,48 @@ def layers_per_stage(
 
     Args:
         config: Of the engine.
-        num_layers: Of the model.
+        model: Its layers.
         costs: Of a step, for each stage.
         room: Returns the stages' room, given how many requests are to run at once; None: it is not weighed.
 
     Raises:
-        ConfigError: what is configured does not add up to the model.
+        ConfigError: what is configured does not add up to the model, or the model cannot be cut there.
     """
-    explicit = config.parallel.layer_partition
+    explicit, num_layers, begins = config.parallel.layer_partition, model.num_layers, model.stage_begins
     if explicit is None:
-        weighed = None if room is None else _weighed(costs, room, _most_requests(config))
-        return weighed or fastest_partition(costs)
+        weighed = None if room is None else _weighed(costs, room, _most_requests(config), begins)
+        return weighed or fastest_partition(costs, begins=begins)
     if sum(explicit) != num_layers:
         raise ConfigError(
             "layer_partition does not add up to the model's layers",
             got=f"{explicit}, {sum(explicit)} layers",
             expected=f"{num_layers} layers",
         )
+    for begin in accumulate(explicit[:-1]):
+        if begin not in begins:
+            raise _cut_apart(model, begin, explicit, fastest_partition(costs, begins=begins))
     return list(explicit)
+
+
+def _cut_apart(model: ModelConfig, begin: int, explicit: Sequence[int], possible: Sequence[int]) -> ConfigError:
+    """Return what is wrong with a stage that begins with a layer."""
+    sources = ((layer, each.attention.source) for layer, each in enumerate(model.attention) if each.attention)
+    layer, source = next((layer, source) for layer, source in sources if source is not None and source < begin <= layer)
+    return ConfigError(
+        "layer_partition cuts between a layer and one that attends to its keys and values",
+        got=f"{list(explicit)}: layer {layer} takes those of layer {source}, and a stage begins with layer {begin}",
+        expected=_possible_cuts(model.stage_begins),
+        hint=f"layer_partition={list(possible)}, or leave layer_partition out",
+    )
+
+
+def _possible_cuts(begins: Sequence[int]) -> str:
+    """Return how many stages there may be, and which layers they may begin with, as text."""
+    firsts = [layer for layer in begins[1:] if layer - 1 not in begins[1:]]
+    lasts = [layer for layer in begins[1:] if layer + 1 not in begins]
+    spans = [f"{first} to {last}" if first < last else f"{first}" for first, last in zip(firsts, lasts, strict=True)]
+    several = f"at most {len(begins)} stages, the later ones beginning with one of layers {', '.join(spans)}"
+    return several if spans else "num_stages = 1"
 
 
 def _most_requests(config: EngineConfig) -> int:
@@ -63,7 +87,7 @@ def _most_requests(config: EngineConfig) -> int:
     return min(config.scheduler.max_num_seqs, DECODE_ROWS * config.parallel.num_stages)
 
 
-def _weighed(costs: Sequence[StepCosts], room: RoomFor, most: int) -> list[int] | None:
+def _weighed(costs: Sequence[StepCosts], room: RoomFor, most: int, begins: Sequence[int]) -> list[int] | None:
     """Return the layers with the most requests per time of the slowest stage; None: no layers fit.
 
     From no request on, the fastest partition that holds more than the one before, until none does or all run.
@@ -71,7 +95,7 @@ def _weighed(costs: Sequence[StepCosts], room: RoomFor, most: int) -> list[int] 
     best, best_score, wanted = None, -1.0, 0.0
     while True:
         try:
-            layers = fastest_partition(costs, room(wanted))
+            layers = fastest_partition(costs, room(wanted), begins)
         except ResourceError:
             return best
         held = _requests_held(layers, room, wanted, most)
@@ -220,7 +244,9 @@ RoomFor = Callable[[float], LayerRoom]
 """Returns the room for layers where so many requests are to run at once."""
 
 
-def fastest_partition(costs: Sequence[StepCosts], room: LayerRoom | None = None) -> list[int]:
+def fastest_partition(
+    costs: Sequence[StepCosts], room: LayerRoom | None = None, begins: Sequence[int] | None = None
+) -> list[int]:
     """Return the number of layers of each stage that minimizes the slowest stage's cost, every stage with at least one.
 
     Solved exactly, by two dynamic programs over prefixes: the first finds the least cost that the slowest stage can
@@ -230,9 +256,10 @@ def fastest_partition(costs: Sequence[StepCosts], room: LayerRoom | None = None)
     Args:
         costs: Of a step, for each of P stages, in one unit of time or bytes.
         room: What layers take of the stages' memory; None: no limit.
+        begins: The layers that stages may begin with, the first one among them, ascending; None: any.
 
     Raises:
-        ConfigError: fewer layers than stages.
+        ConfigError: fewer layers than stages, or fewer that stages may begin with.
         ResourceError: the stages' memory does not hold all layers.
     """
     num_stages = len(costs)
@@ -243,6 +270,14 @@ def fastest_partition(costs: Sequence[StepCosts], room: LayerRoom | None = None)
             got=f"num_stages={num_stages}",
             expected=f"at most {num_layers}, the model's layers",
             hint="every stage holds at least one layer",
+        )
+    begins = range(num_layers) if begins is None else begins
+    if num_stages > len(begins):
+        raise ConfigError(
+            "more stages than the model can be cut into: layers attend to keys and values of others",
+            got=f"num_stages={num_stages}",
+            expected=_possible_cuts(begins),
+            hint="a layer and those that take its keys and values are on one stage",
         )
     prefixes = [[0.0, *accumulate(of_stage.layers)] for of_stage in costs]
     taken = [0, *accumulate([0] * num_layers if room is None else room.layer_bytes)]
@@ -257,8 +292,9 @@ def fastest_partition(costs: Sequence[StepCosts], room: LayerRoom | None = None)
             + (of_stage.last_stage if stage == num_stages - 1 else 0.0)
         )
 
-    def starts(stage: int, end: int) -> range:
-        return range(max(stage, bisect_left(taken, taken[end] - limits[stage])), end)
+    def starts(stage: int, end: int) -> Sequence[int]:
+        first = max(stage, bisect_left(taken, taken[end] - limits[stage]))
+        return begins[bisect_left(begins, first) : bisect_left(begins, end)]
 
     # slowest[end]: the least that the slowest of the stages so far can cost, when they hold the layers [0, end).
     slowest = [0.0] + [math.inf] * num_layers

@@ -225,10 +225,10 @@ def allocate_kv_caches(spec: StageSpec, config: ModelConfig) -> list[LayerMemory
             keeps = layer.attention.cache
             of_group = (spec.groups[group].num_blocks, spec.block_size, keeps.num_kv_heads, keeps.k_dim, keeps.v_dim)
             cache = allocate_layer_cache(*of_group, getattr(torch, spec.kv_dtype), device)
-        if isinstance(layer, ModulesConfig):
-            modules = [allocate_module_memory(each, *sizes, dtype, device) for each in layer.modules]
+        if isinstance(layer, ModulesConfig) or cache is None:
+            of_modules = layer.modules if isinstance(layer, ModulesConfig) else ()
+            modules = [allocate_module_memory(each, *sizes, dtype, device) for each in of_modules]
             kept.append(ModulesMemory(cache, tuple(modules)))
         else:
-            assert cache is not None
             kept.append(cache)
     return kept

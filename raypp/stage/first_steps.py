@@ -142,10 +142,16 @@ def _run(spec: StageSpec, model: StageModel, kv_caches: Sequence[LayerMemory], s
     if spec.is_first:
         hidden = model.embed(torch.zeros(num_tokens, dtype=torch.int32, device=device))
     else:
-        hidden = torch.ones(num_tokens, model.hidden_size, dtype=getattr(torch, spec.dtype), device=device)
+        hidden = _entering(spec, model, num_tokens, device)
     hidden = model.forward(hidden, step.positions, step.attention, kv_caches)
     if spec.is_last:
         model.compute_logits(hidden[: spec.max_step_rows])
+
+
+def _entering(spec: StageSpec, model: StageModel, num_tokens: int, device: torch.device) -> torch.Tensor:
+    """Return what enters the layers of a stage, of padding."""
+    size = spec.stream_size(spec.stage_index, model.hidden_size)
+    return torch.ones(num_tokens, size, dtype=getattr(torch, spec.dtype), device=device)
 
 
 def compile_ahead(
@@ -189,7 +195,7 @@ def _decode(
     step = padding_step(spec, 0, num_decode_rows=size.num_rows, decode_query_len=1 + size.num_drafts)
     device = torch.device(spec.device)
     model.plan_attention(step.attention, 0)
-    hidden = torch.ones(size.num_tokens, model.hidden_size, dtype=getattr(torch, spec.dtype), device=device)
+    hidden = _entering(spec, model, size.num_tokens, device)
     hidden = model.forward(hidden, step.positions, step.attention, kv_caches)
     if sampler is not None:
         rows = torch.full((size.num_tokens,), spec.padding_row, dtype=torch.int64, device=device)

@@ -22,7 +22,13 @@ class StageSchemas:
         """Return the schemas for a model's hidden size."""
         dtype = getattr(torch, spec.dtype)
         forward = (
-            hidden_states_schema(hidden_size, dtype, spec.num_carried_taps, spec.carried_depths(sender))
+            hidden_states_schema(
+                hidden_size,
+                dtype,
+                spec.num_carried_taps,
+                spec.carried_depths(sender),
+                spec.stream_size(sender + 1, hidden_size),
+            )
             for sender in range(spec.num_stages - 1)
         )
         return cls(tuple(forward), feedback_schema(spec.max_drafts))

@@ -40,7 +40,11 @@ class StageModel(Protocol):
         """The head that drafts for the model, on the last stage."""
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the tokens' embeddings, [T, H]. First stage only. input_ids [T] int32."""
+        """Return the tokens' embeddings, [T, H]. First stage only. input_ids [T] int32.
+
+        Layers that take something of a token besides the residual stream make it wider: what enters the layers has
+        `StageSpec.stream_size` elements of a token, and so has what leaves them, of the next stage.
+        """
 
     def forward(
         self,

@@ -75,11 +75,17 @@ class StageSpec:
     items_see_ahead: bool = False  # whether an image's tokens see all of that image
     num_deepstack_layers: int = 0  # leading layers of the model that rows of images are added after
     num_carried_taps: int = 0  # of these, the ones behind the first stage: their rows travel between stages
+    layer_input_sizes: tuple[int, ...] = ()
+    """Elements of a token behind the residual stream that enter each stage, for its layers and later ones; (): none."""
     ngram_window: int = 0  # newest tokens of a row that n-grams are looked for in; 0 without speculation
     draft_head: DraftHeadSpec | None = None
     transport: TransportKind
     link_timeout_s: float
     trace: bool
+
+    def stream_size(self, stage_index: int, hidden_size: int) -> int:
+        """Return the elements of a token that enter a stage's layers; of one behind the last: that leave the last."""
+        return hidden_size + sum(self.layer_input_sizes[stage_index : stage_index + 1])
 
     @property
     def row_tokens_width(self) -> int:

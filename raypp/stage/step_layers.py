@@ -1,5 +1,7 @@
 """A step's way through the layers of a stage: from its rows to hidden states, and on to a message or to logits.
 
+Behind a token's residual stream lie the inputs of this stage's layers and of later ones, if a model's layers take any.
+
     rows, lengths --> [ prepare ] --> [ run ] --> [ leave ] --> message to the next stage      all but the last
                                           +-----> [ last ]  --> logits                         the last
 
@@ -108,14 +110,15 @@ class PiecewiseLayers:
         if not sizes:
             return
         size, device, dtype = sizes[0], torch.device(spec.device), getattr(torch, spec.dtype)
-        self._hidden = torch.zeros(size, model.hidden_size, dtype=dtype, device=device)
+        entering, leaving = (spec.stream_size(spec.stage_index + ahead, model.hidden_size) for ahead in (0, 1))
+        self._hidden = torch.zeros(size, entering, dtype=dtype, device=device)
         self._positions = torch.zeros(size, dtype=torch.int64, device=device)
         slots = torch.full((len(spec.groups), size), NULL_BLOCK * spec.block_size, dtype=torch.int64, device=device)
         self._slots = slots.unbind()
         self._attended = {
             width: torch.zeros(size, width, dtype=dtype, device=device) for width in model.attention_sizes
         }
-        self._output = torch.zeros(size, model.hidden_size, dtype=dtype, device=device)
+        self._output = torch.zeros(size, leaving, dtype=dtype, device=device)
         self._batches: dict[int, AttentionBatch] = {}  # by bucket: the same object for all steps, as captured
 
     def record(self) -> tuple[int, ...]:

@@ -39,6 +39,7 @@ SIZES: dict[str, Any] = {
     "v_head_dim": 16,
     "global_head_dim": 16,
     "vocab_size_per_layer_input": 257,
+    "hidden_size_per_layer_input": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
@@ -73,7 +74,7 @@ _OF_STATE_SPACES = {"state_size": 16, "num_heads": 8, "time_step_rank": 8}
 """The same, where it has the first: others mean other things by these names."""
 _WIDE = {"head_dim": 32, "num_key_value_heads": 1}
 """Of layers that differ from the others."""
-_OPTIONAL = ("sliding_window", "q_lora_rank")
+_OPTIONAL = ("sliding_window", "q_lora_rank", "hidden_size_per_layer_input")
 _MATRIX_STD, _VECTOR_STD = 0.15, 0.5  # large enough that texts vary
 
 
@@ -94,7 +95,7 @@ def shrunken_config(config: Any, *, num_layers: int | None = None, **values: Any
     chosen = {
         name: size
         for name, size in SIZES.items()
-        if hasattr(config, name) and (name not in _OPTIONAL or getattr(config, name) is not None)
+        if hasattr(config, name) and (name not in _OPTIONAL or getattr(config, name))
     }
     if hasattr(config, "state_size"):
         chosen |= {name: size for name, size in _OF_STATE_SPACES.items() if hasattr(config, name)}

@@ -150,16 +150,21 @@ def aux_states_name(depth: int) -> str:
 
 
 def hidden_states_schema(
-    hidden_size: int, dtype: torch.dtype, num_carried_taps: int = 0, aux_depths: Sequence[int] = ()
+    hidden_size: int,
+    dtype: torch.dtype,
+    num_carried_taps: int = 0,
+    aux_depths: Sequence[int] = (),
+    stream_size: int | None = None,
 ) -> Schema:
     """Return what a stage sends to the next: the residual stream, and each row's computed tokens.
 
     With `num_carried_taps`, for tokens of images also the deepstack rows of layers that the first stage lacks. For a
     draft head on the last stage also hidden states after `aux_depths` layers, of the tokens that it drafts from.
+    With `stream_size` the residual stream has so many elements of a token: behind it lie inputs of later layers.
     """
     specs = (
         TensorSpec("num_computed_tokens", torch.int32, (), "row"),
-        TensorSpec("hidden_states", dtype, (hidden_size,), "token"),
+        TensorSpec("hidden_states", dtype, (stream_size or hidden_size,), "token"),
         *(TensorSpec(aux_states_name(depth), dtype, (hidden_size,), "drafting token") for depth in aux_depths),
     )
     if not num_carried_taps:

@@ -40,6 +40,15 @@ TYPES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 64},
     "glm4_moe": {"head_dim": 64},
     "deepseek_v3": {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64, "head_dim": 16},
+    "gemma4_text": {  # E2B and E4B: inputs of layers, and layers with the keys and values of others
+        "head_dim": 64,
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "per_layer_config": {index: {"head_dim": 512, "num_key_value_heads": 1} for index in (1, 3, 5)},
+        "hidden_size_per_layer_input": 32,
+        "use_double_wide_mlp": True,
+    },
 }
 NATIVE = {name: TYPES[name] for name in ("gemma3_text", "gpt_oss", "glm4_moe", "deepseek_v3")} | {
     "minimax_m2": {"head_dim": 64},

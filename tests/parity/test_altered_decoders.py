@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3 import modeling_qwen3
 
+from raypp.errors import ConfigError
 from raypp.models import config as config_module
 from raypp.models.transformers_probe import answer
 from raypp.testing.try_decoder import first_difference
@@ -209,6 +210,21 @@ IN_SOAK = {
     "output gated by values",
 }
 """Another of the same place and outcome stays in CI."""
+
+
+def test_a_layer_with_the_keys_and_values_of_another_has_no_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_the_layer_before(module: Any, q: Any, k: Any, v: Any, *, shared: dict[Any, Any], **kwargs: Any) -> Heads:
+        return (q, *shared.setdefault(0 if module.layer_idx == 1 else module.layer_idx, (k, v)))
+
+    monkeypatch.setattr(config_module, "asked", lambda _, path, **options: answer(path, **options))
+    path = make_shrunken("qwen3", tmp_path)
+    shared(attention(rotated=of_the_layer_before))(monkeypatch)
+    assert [each["source"] for each in answer(path)["attention"]] == [None, 0, None, None]
+    assert [first_difference(path, partition) for partition in ([4], [2, 2], [2, 1, 1])] == [None] * 3
+    with pytest.raises(ConfigError, match=r"layer 1 takes those of layer 0.* one of layers 2 to 3"):
+        first_difference(path, [1, 3])
 
 
 def mean_so_far(x: torch.Tensor) -> torch.Tensor:

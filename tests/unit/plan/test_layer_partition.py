@@ -13,8 +13,8 @@ from raypp.plan.cost_model import StepCosts, estimated_costs
 from raypp.plan.layer_partition import LayerRoom, even_partition, fastest_partition
 
 
-def _partition(layers, num_stages, *, first=0.0, last=0.0, room=None):
-    return fastest_partition([StepCosts(layers=layers, first_stage=first, last_stage=last)] * num_stages, room)
+def _partition(layers, num_stages, *, first=0.0, last=0.0, room=None, begins=None):
+    return fastest_partition([StepCosts(layers=layers, first_stage=first, last_stage=last)] * num_stages, room, begins)
 
 
 def _stage_costs(layers, costs, first, last):
@@ -30,19 +30,21 @@ def _problems(draw):
     costs = draw(st.lists(st.integers(1, 20), min_size=1, max_size=9))
     num_stages = draw(st.integers(1, min(5, len(costs))))
     limits = draw(st.none() | st.lists(st.integers(1, 9), min_size=num_stages, max_size=num_stages))
-    return costs, num_stages, draw(st.integers(-5, 20)), draw(st.integers(-5, 40)), limits
+    later = sorted(draw(st.sets(st.sampled_from(range(1, len(costs))), min_size=num_stages - 1))) if costs[1:] else []
+    return costs, num_stages, draw(st.integers(-5, 20)), draw(st.integers(-5, 40)), limits, later
 
 
 @given(_problems())
 def test_no_other_partition_is_better(problem):
-    costs, num_stages, first, last, limits = problem
+    costs, num_stages, first, last, limits, later = problem
     possible = [
         layers
-        for cuts in combinations(range(1, len(costs)), num_stages - 1)
+        for cuts in combinations(later, num_stages - 1)
         for layers in [[b - a for a, b in pairwise((0, *cuts, len(costs)))]]
         if limits is None or all(count <= limit for count, limit in zip(layers, limits, strict=True))
     ]
-    options = {"first": first, "last": last, "room": limits and LayerRoom([1] * len(costs), limits)}
+    room = limits and LayerRoom([1] * len(costs), limits)
+    options = {"first": first, "last": last, "room": room, "begins": [0, *later]}
     if not possible:
         with pytest.raises(ResourceError, match="model does not fit"):
             _partition(costs, num_stages, **options)
@@ -69,6 +71,8 @@ def test_equal_layers_are_cut_evenly():
 def test_more_stages_than_layers_is_refused():
     with pytest.raises(ConfigError, match="more stages than layers"):
         _partition([1.0] * 3, 4)
+    with pytest.raises(ConfigError, match=r"num_stages=4; expected: at most 3 stages, .* with one of layers 2, 4;"):
+        _partition([1.0] * 6, 4, begins=[0, 2, 4])
 
 
 def test_even_and_estimated_splits():
