@@ -249,8 +249,12 @@ class StageChannel:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._plans = context.socket(zmq.PULL)
         self._results = context.socket(zmq.PUSH)
-        self._close_sockets = close_with_owner(self, [self._plans, self._results], context)
+        self._connections: dict[str, zmq.Socket[bytes]] = {}  # by address, what is readable once there is one
+        sockets = [self._plans, self._results]
+        self._close_sockets = close_with_owner(self, sockets, context)
         for socket, address in ((self._plans, plan_address), (self._results, result_address)):
+            self._connections[address] = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            sockets.append(self._connections[address])
             socket.set_hwm(_queue_length(num_stages))
             socket.linger = _LINGER_MS
             if server_key is not None:
@@ -258,6 +262,24 @@ class StageChannel:
                 socket.curve_serverkey = server_key
             socket.connect(address)
         self._last_heard_s = time.monotonic()
+
+    def await_driver(self, timeout_s: float) -> None:
+        """Wait until this end is connected: zmq does that in a thread of its own, and needs an ipc address's file.
+
+        Args:
+            timeout_s: How long the driver may take to let it in.
+
+        Raises:
+            DeadlineError: it does not.
+        """
+        ends = time.monotonic() + timeout_s
+        for address, connection in self._connections.items():
+            if not connection.poll(int(max(ends - time.monotonic(), 0.0) * 1000)):
+                raise DeadlineError(
+                    f"{self._name} cannot connect to the driver",
+                    got=f"no connection to {address} within {timeout_s:.1f} s",
+                    hint="the driver is gone or frozen, or its address cannot be reached from here",
+                )
 
     @property
     def silence_s(self) -> float:
