@@ -97,8 +97,8 @@ class DriverChannel:
         stage_addresses: One per process of a stage, to bind; `tcp://host:*` takes a free port.
         result_address: To bind, likewise.
         num_members: Processes of each stage, which follow each other.
-        send_timeout_s: How long a stage's queue may stay full. The queue holds more than all steps in flight, so a full
-            one means a stage that is gone or frozen.
+        send_timeout_s: How long a stage's queue may stay full. The queue holds more than all steps in flight, and a
+            thread of the stage empties it while a step takes long, so a full one means a stage that is gone or frozen.
         encrypted: Let in only stages that bring `server_key`. Set it wherever others can reach an address.
         context: A zmq context to share; by default the channel has its own.
 
@@ -162,7 +162,7 @@ class DriverChannel:
                 raise DeadlineError(
                     f"{name_process(index, self._num_members)[0]} does not take its plans",
                     got=f"a full queue for {self._send_timeout_s} s",
-                    hint="the stage is gone, frozen, or never connected",
+                    hint="the stage is gone or frozen, or its connection is lost",
                 )
 
     def send_masks(self, masks: bytes) -> None:
