@@ -97,8 +97,8 @@ class DriverChannel:
         stage_addresses: One per process of a stage, to bind; `tcp://host:*` takes a free port.
         result_address: To bind, likewise.
         num_members: Processes of each stage, which follow each other.
-        send_timeout_s: How long a stage's queue may stay full. The queue holds more than all steps in flight, so a full
-            one means a stage that is gone or frozen.
+        send_timeout_s: How long a stage's queue may stay full. The queue holds more than all steps in flight, and a
+            thread of the stage empties it while a step takes long, so a full one means a stage that is gone or frozen.
         encrypted: Let in only stages that bring `server_key`. Set it wherever others can reach an address.
         context: A zmq context to share; by default the channel has its own.
 
@@ -162,7 +162,7 @@ class DriverChannel:
                 raise DeadlineError(
                     f"{name_process(index, self._num_members)[0]} does not take its plans",
                     got=f"a full queue for {self._send_timeout_s} s",
-                    hint="the stage is gone, frozen, or never connected",
+                    hint="the stage is gone or frozen, or its connection is lost",
                 )
 
     def send_masks(self, masks: bytes) -> None:
@@ -249,8 +249,12 @@ class StageChannel:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._plans = context.socket(zmq.PULL)
         self._results = context.socket(zmq.PUSH)
-        self._close_sockets = close_with_owner(self, [self._plans, self._results], context)
+        self._connections: dict[str, zmq.Socket[bytes]] = {}  # by address, what is readable once there is one
+        sockets = [self._plans, self._results]
+        self._close_sockets = close_with_owner(self, sockets, context)
         for socket, address in ((self._plans, plan_address), (self._results, result_address)):
+            self._connections[address] = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            sockets.append(self._connections[address])
             socket.set_hwm(_queue_length(num_stages))
             socket.linger = _LINGER_MS
             if server_key is not None:
@@ -258,6 +262,24 @@ class StageChannel:
                 socket.curve_serverkey = server_key
             socket.connect(address)
         self._last_heard_s = time.monotonic()
+
+    def await_driver(self, timeout_s: float) -> None:
+        """Wait until this end is connected: zmq does that in a thread of its own, and needs an ipc address's file.
+
+        Args:
+            timeout_s: How long the driver may take to let it in.
+
+        Raises:
+            DeadlineError: it does not.
+        """
+        ends = time.monotonic() + timeout_s
+        for address, connection in self._connections.items():
+            if not connection.poll(int(max(ends - time.monotonic(), 0.0) * 1000)):
+                raise DeadlineError(
+                    f"{self._name} cannot connect to the driver",
+                    got=f"no connection to {address} within {timeout_s:.1f} s",
+                    hint="the driver is gone or frozen, or its address cannot be reached from here",
+                )
 
     @property
     def silence_s(self) -> float:

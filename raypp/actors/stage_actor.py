@@ -126,7 +126,7 @@ class StageActor:
         """Open the links to the neighbours and the step channel to the driver; return what was recorded.
 
         Args:
-            timeout_s: How long the stages may take to meet.
+            timeout_s: How long the stages may take to meet, and to reach the driver.
             own_host: Of this node, as the neighbours reach it.
             rendezvous: Where the stages meet; None for a single one.
             plan_address: Of the driver's step channel.
@@ -142,6 +142,7 @@ class StageActor:
         from raypp.transport.reach import check_reach
 
         assert self._model is not None
+        deadline = Deadline(timeout_s)
         if self._share is not None and rendezvous is not None:
             check_reach(self._name, "the first stage", f"{rendezvous.host}:{rendezvous.port}", timeout_s)
             for address in (plan_address, result_address):
@@ -173,6 +174,7 @@ class StageActor:
                 server_key=server_key,
             )
             self._connected = stage, channel
+            channel.await_driver(deadline.remaining_s)  # which soon removes the sockets' files
         return stage.graphs
 
     def pad_to(self, sizes: StepSizes) -> None:

@@ -34,7 +34,7 @@ MAX_CHAT = (70, 720)  # on a busy machine some 50 functions more run than on an 
 
 # Statements, docstrings aside. Aims: 26,300 in raypp, 2,100 in serve_app. A larger budget is a decision: say why.
 MAX_STATEMENTS = {
-    "raypp": 1_306,  # modules of no package; the request, which was the scheduler's, among them
+    "raypp": 1_315,  # modules of no package; the request, which was the scheduler's, and a start that waits for zmq
     "raypp/actors": 1_975,  # what must be the same on all nodes, and joins them; stages lie where they were planned for
     "raypp/api": 2_337,  # tekken.json
     "raypp/batch_job": 860,

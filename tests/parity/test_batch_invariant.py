@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from hf_models import make_checkpoint
+from sizes import sized
 from test_logprobs_hf import run_with_logprobs
 from triton.runtime.interpreter import GridExecutor
 
@@ -72,7 +73,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list
         return CudaKernels(device, dtype, is_invariant=True, **others)
 
     path, rng = tmp_path_factory.mktemp("qwen3"), random.Random(1)
-    make_checkpoint("qwen3", 3, path, min_layers=2)
+    make_checkpoint("qwen3", 3, path, num_hidden_layers=sized(2, 4))
     with pytest.MonkeyPatch.context() as patch:
         checks.sum_products_in_order(patch)
         patch.setattr(build_stage, "choose_kernels", kernels)

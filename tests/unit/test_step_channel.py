@@ -138,6 +138,21 @@ def test_a_stage_that_never_connected_is_named(driver: DriverChannel) -> None:
     assert 0.19 < time.monotonic() - started < DEADLINE_S / 2
 
 
+def test_a_stage_that_has_reached_its_driver_needs_no_socket_files_any_more(folder: Path) -> None:
+    plans, results = f"ipc://{folder}/plans", f"ipc://{folder}/results"
+    with closing(StageChannel(0, plans, results, num_stages=1)) as stage:
+        with pytest.raises(DeadlineError, match="stage 0 cannot connect to the driver"):
+            stage.await_driver(0.05)
+        with closing(DriverChannel([plans], results)) as driver:
+            stage.await_driver(DEADLINE_S)
+            for name in ("plans", "results"):
+                (folder / name).unlink()
+            driver.send_plan(b"plan")
+            assert stage.receive(DEADLINE_S) == b"plan"
+            stage.send_heartbeat(1)
+            assert take(driver, 1) == [Heartbeat(0, 1)]
+
+
 def test_a_driver_that_takes_nothing_is_named_and_heartbeats_are_dropped(
     driver: DriverChannel, stages: list[StageChannel]
 ) -> None:
@@ -270,9 +285,13 @@ def test_an_encrypted_channel_lets_in_only_who_was_told_its_key() -> None:
             return stack.enter_context(closing(stage))
 
         for key in (None, other_key.server_key):
+            stranger = connect(key)
             with suppress(DeadlineError):  # it may have been refused by now
-                connect(key).send_result(b"stranger")
+                stranger.send_result(b"stranger")
+            with pytest.raises(DeadlineError, match="cannot connect"):
+                stranger.await_driver(0.2)
         stage = connect(driver.server_key)
+        stage.await_driver(DEADLINE_S)
         stage.send_result(b"stage")
         [message] = take(driver, 1)
         assert isinstance(message, StageResult)

@@ -11,6 +11,8 @@ from pydantic import BaseModel, Field
 
 SILENT = {"chat_template_kwargs": {"enable_thinking": False}}
 LIMITS: dict[str, Any] = {"model": "tiny", "max_tokens": 80, "temperature": 0, "extra_body": SILENT}
+FEW = 16  # tokens: enough where a text has no form
+BRIEF = {**LIMITS, "max_tokens": FEW}
 
 
 class GetWeather(BaseModel):
@@ -52,12 +54,12 @@ def tool_loop(client: openai.OpenAI) -> None:
     messages += [streamed.to_dict(), *_results(streamed)]
     messages += [_streamed_by_hand(client, messages)]
     messages += [{"role": "tool", "tool_call_id": call["id"], "content": "sun"} for call in messages[-1]["tool_calls"]]
-    last = client.chat.completions.create(messages=messages, tools=TOOLS, tool_choice="none", **LIMITS)
+    last = client.chat.completions.create(messages=messages, tools=TOOLS, tool_choice="none", **BRIEF)
     messages += [last.choices[0].message.model_dump(), {"role": "user", "content": "Thanks."}]
     trip = client.chat.completions.parse(messages=messages, response_format=Trip, **LIMITS).choices[0].message
     assert isinstance(trip.parsed, Trip)
     messages += [trip.model_dump(), {"role": "user", "content": "Once more."}]
-    again = client.chat.completions.create(messages=messages, n=2, seed=1, **{**LIMITS, "temperature": 1})
+    again = client.chat.completions.create(messages=messages, n=2, seed=1, **{**BRIEF, "temperature": 1})
     assert len(again.choices) == 2
 
 
@@ -66,7 +68,7 @@ def streams(client: openai.OpenAI) -> None:
     ask: list[Any] = [{"role": "user", "content": "hello"}]
     chunks = list(
         client.chat.completions.create(
-            messages=ask, stream=True, stream_options={"include_usage": True}, logprobs=True, top_logprobs=2, **LIMITS
+            messages=ask, stream=True, stream_options={"include_usage": True}, logprobs=True, top_logprobs=2, **BRIEF
         )
     )
     assert chunks[-1].usage is not None
@@ -101,7 +103,8 @@ def responses(client: openai.OpenAI) -> None:
         streamed = stream.get_final_response()
     assert {"response.function_call_arguments.delta", "response.function_call_arguments.done"} <= kinds
     items += [*streamed.output, *_outputs(streamed)]
-    last = client.responses.create(input=items, tools=tools, tool_choice="none", store=False, **given)
+    few = {**given, "max_output_tokens": FEW}
+    last = client.responses.create(input=items, tools=tools, tool_choice="none", store=False, **few)
     items += [*last.output, {"role": "user", "content": "Plan a trip."}]
     trip = client.responses.parse(input=items, text_format=Trip, **given)
     assert isinstance(trip.output_parsed, Trip)
@@ -109,7 +112,7 @@ def responses(client: openai.OpenAI) -> None:
         assert "response.output_text.done" in {event.type for event in stream}
         assert isinstance(stream.get_final_response().output_parsed, Trip)
     include: Any = ["message.output_text.logprobs"]
-    events = list(client.responses.create(input="hello", stream=True, include=include, top_logprobs=2, **given))
+    events = list(client.responses.create(input="hello", stream=True, include=include, top_logprobs=2, **few))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[-1].type in ("response.completed", "response.incomplete")
     said = ""

@@ -71,7 +71,7 @@ def make_ray(tmp_path: Path) -> Iterator[Callable[[str], FakeRay]]:
         ray.may_connect.set()
         ray.may_disconnect.set()
         assert ray.thread.stop(WAIT_S)
-        ray.server.wait(WAIT_S)
+        ray.server.communicate(timeout=WAIT_S)  # closes its pipe, too
 
 
 def test_the_thread_that_starts_the_servers_lives_as_long(make_ray: Callable[..., FakeRay]) -> None:

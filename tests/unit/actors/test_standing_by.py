@@ -45,12 +45,14 @@ class World:
         self.loop_error: Exception | None = None
         self.delivered: list[bool] = []  # of each channel that was closed, whether last messages got time to leave
         self.hangs = False
+        self.num_connected = 0
         monkeypatch.setattr(stage_actor, "log_to_stderr", lambda: None)
         monkeypatch.setattr(build_stage, "configure_torch", lambda *_: None)
         monkeypatch.setattr(build_stage, "build_stage_model", self._model)
         monkeypatch.setattr(build_stage, "build_stage", self._stage)
         monkeypatch.setattr(stage_loop, "run_stage_loop", self._loop)
-        monkeypatch.setattr("raypp.step_channel.StageChannel", lambda *_, **__: SimpleNamespace(close=self._close))
+        channel = SimpleNamespace(close=self._close, await_driver=self._await_driver)
+        monkeypatch.setattr("raypp.step_channel.StageChannel", lambda *_, **__: channel)
         plan = plan_engine(EngineConfig.from_flat("tiny", num_stages=1), Hardware(4))
         self.actor = StageActor(plan.stage_spec(0), plan.model, None)
 
@@ -70,6 +72,10 @@ class World:
 
     def _close(self, *, delivers: bool) -> None:
         self.delivered.append(delivers)
+
+    def _await_driver(self, timeout_s: float) -> None:
+        assert 0 < timeout_s <= WAIT_S
+        self.num_connected += 1
 
     def _model(self, *_: object) -> object:
         self.num_models += 1
@@ -100,6 +106,7 @@ def test_it_keeps_its_weights_and_nothing_else(world: World) -> None:
         assert world.actor.stand_by(WAIT_S)
         thread.join(WAIT_S)
         assert (world.num_models, len(world.stages)) == (1, life)
+        assert world.num_connected == life, "a driver that is ready removes the files that sockets connect by"
         assert world.stages[-1].is_closed
     assert world.delivered == [False] * 3, "nobody is there who could take it"
     world.actor.run(0.1, 1.0)  # of a driver that is gone
