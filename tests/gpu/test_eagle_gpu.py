@@ -1,4 +1,7 @@
-"""An EAGLE-3 head on a GPU: recorded against operation by operation, and text with it against text without."""
+"""EAGLE heads on a GPU: recorded against operation by operation, and text with them against text without.
+
+An EAGLE-1 head has no LM head of its own: it drafts by the target's, which is rounded to 8 bits besides.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,14 @@ from raypp.types import SamplingParams
 PROMPTS = [list(range(start, start + length)) for start, length in ((5, 40), (100, 17), (300, 90), (7, 3))]
 
 
-def write_head(target: Path, directory: Path) -> Path:
+def write_head(target: Path, directory: Path, kind: str = "eagle3") -> Path:
     """Write the config.json of a head for a target."""
     shapes = json.loads((target / "config.json").read_text())
     kept = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
     head = {name: shapes[name] for name in kept} | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
     head |= {"draft_vocab_size": shapes["vocab_size"] // 2, "num_hidden_layers": 1, "rope_theta": 1e4}
+    if kind == "eagle":
+        head |= {"architectures": ["EagleLlamaForCausalLM"], "draft_vocab_size": shapes["vocab_size"]}
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(head | {"torch_dtype": "bfloat16"}))
     return directory
@@ -56,12 +61,22 @@ def run(target: Path, **settings) -> tuple[list[list[int]], LocalEngine]:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize(("method", "weights"), [("eagle3", "fp8"), ("eagle3", "model"), ("auto", "auto")])
-def test_replays_do_what_the_programs_do(tmp_path: Path, num_stages: int, method: str, weights: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "weights", "drafts"),
+    [
+        ("eagle3", "fp8", {"num_speculative_tokens": 3}),
+        ("eagle3", "model", {"num_speculative_tokens": 3}),
+        ("auto", "auto", {"num_speculative_tokens": 3}),
+        ("eagle", "fp8", {"draft_ladder": [0, 1, 3]}),
+    ],
+)
+def test_replays_do_what_the_programs_do(
+    tmp_path: Path, num_stages: int, method: str, weights: str, drafts: dict[str, object]
+) -> None:
     target = write_config("small", 6, tmp_path / "target")
-    head = write_head(target, tmp_path / "head")
-    speculative = {"method": method, "model": str(head), "num_speculative_tokens": 3, "forced_acceptance_rate": 0.6}
-    speculative["head_weights"] = weights
+    head = write_head(target, tmp_path / "head", "eagle" if method == "eagle" else "eagle3")
+    speculative = {"method": method, "model": str(head), "forced_acceptance_rate": 0.6, "head_weights": weights}
+    speculative |= drafts
     common = {"num_stages": num_stages, "speculative": speculative}
     _, engine = run(target, mode="full", debug_every=3, **common)  # a difference ends it with an error
     stats = engine.stats()
@@ -72,12 +87,18 @@ def test_replays_do_what_the_programs_do(tmp_path: Path, num_stages: int, method
 def test_text_is_that_without_a_head(tmp_path: Path) -> None:
     """In bfloat16 near-ties fall otherwise when a step has more tokens: random weights have many. All begin alike."""
     target = write_config("small", 6, tmp_path / "target")
-    head = write_head(target, tmp_path / "head")
     plain, _ = run(target, mode="none")
-    speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
-    for mode, weights in (("none", "fp8"), ("full", "fp8"), ("full", "model")):
+    cells = (
+        ("eagle3", "none", "fp8"),
+        ("eagle3", "full", "fp8"),
+        ("eagle3", "full", "model"),
+        ("eagle", "full", "fp8"),
+    )
+    for kind, mode, weights in cells:
+        head = write_head(target, tmp_path / f"{kind} {mode} {weights}", kind)
+        speculative = {"method": kind, "model": str(head), "num_speculative_tokens": 3}
         text, engine = run(target, mode=mode, speculative=speculative | {"head_weights": weights})
         assert engine.stats().num_draft_tokens > 0
         same = [sum(a == b for a, b in zip(*pair, strict=True)) for pair in zip(plain, text, strict=True)]
-        print(f"mode {mode}, weights {weights}: equal tokens of 48: {same}")
+        print(f"{kind}, mode {mode}, weights {weights}: equal tokens of 48: {same}")
         assert [line[0] for line in text] == [line[0] for line in plain]
