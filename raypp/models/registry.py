@@ -16,6 +16,7 @@ from raypp.models.config import ModelConfig
 if TYPE_CHECKING:  # planning asks where a model is, and must not wait for torch
     import torch
 
+    from raypp.members import Members
     from raypp.models.decoder import DecoderModel, HeadSupport
     from raypp.models.gemma3_tower import Gemma3VisionTower
     from raypp.models.tower_parts import SegmentTower
@@ -23,7 +24,6 @@ if TYPE_CHECKING:  # planning asks where a model is, and must not wait for torch
     from raypp.models.vision_config import TowerKind
     from raypp.models.weights import WeightSource
     from raypp.ops.backend import KernelSet
-    from raypp.ops.members import Members
 
 EMBEDDED_MODELS = ("tiny", "tiny-vl")
 """Models that are part of the package."""

@@ -20,6 +20,7 @@ import torch
 
 from raypp.config.engine_config import EngineConfig
 from raypp.config.sections import SpeculativeSection
+from raypp.members import LoneMember
 from raypp.messages import BlockGroup, StepPlan, StepResult
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import (
@@ -28,7 +29,6 @@ from raypp.models.sizes import (
     linear_modules,
 )
 from raypp.ops.attention import AttentionBatch
-from raypp.ops.members import LoneMember
 from raypp.plan.cost_model import StepCosts, layer_sums_ms, parts_of
 from raypp.plan.engine_plan import EnginePlan
 from raypp.plan.layer_partition import LayerRoom, even_partition, fastest_partition, layer_room
