@@ -496,6 +496,41 @@ def _gather(
 
 
 @triton.jit
+def best_draw(
+    of_row,
+    begins,
+    ends,
+    num_logits,
+    first_token,
+    row_highest,
+    row_temperature,
+    farthest,
+    least_weight,
+    key,
+    TILE: tl.constexpr,
+):
+    """Return the draw from a row's logits between two places, with its value.
+
+    It is of those alone that are near enough to the highest one, and weigh enough. `first_token`: of the row's logits.
+    """
+    scale = scale_of(row_temperature)
+    best_value = tl.full((TILE,), -float("inf"), tl.float32)
+    best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
+    for begin in range(begins, ends, TILE):
+        token = begin + tl.arange(0, TILE)
+        logit = load_logits(of_row, token, num_logits)
+        distance = distances(logit, row_highest, scale)
+        stays = (distance <= farthest) & (token < num_logits)
+        if least_weight > 0.0:
+            stays &= weights(distance).to(tl.float64) >= least_weight
+        if tl.max(stays.to(tl.int32), 0) > 0:
+            value = (logit - row_highest) / row_temperature + gumbel(key, token + first_token)
+            value = tl.where(stays, value, -float("inf"))
+            best_value, best_token = better(best_value, best_token, value, token)
+    return best_of(best_value, best_token)
+
+
+@triton.jit
 def _draw_gathered(
     row,
     of,
@@ -639,16 +674,7 @@ def _search(
             farthest = tl.minimum(farthest, of_p)
         key = key_of(seeds, positions, row, of)
         least_weight = tl.load(min_p + of).to(tl.float64) * MOST
-        best_value = tl.full((TILE,), -float("inf"), tl.float32)
-        best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
-        for begin in range(0, vocab_size, TILE):
-            token = begin + tl.arange(0, TILE)
-            logit = load_logits(of_row, token, vocab_size)
-            distance = distances(logit, row_highest, scale)
-            stays = (distance <= farthest) & (token < vocab_size)
-            stays &= weights(distance).to(tl.float64) >= least_weight
-            value = (logit - row_highest) / row_temperature + gumbel(key, token)
-            value = tl.where(stays, value, -float("inf"))
-            best_value, best_token = better(best_value, best_token, value, token)
-        value, best = best_of(best_value, best_token)
-        _store_token(tokens, row, best, vocab_size)
+        _value, token = best_draw(
+            of_row, 0, vocab_size, vocab_size, 0, row_highest, row_temperature, farthest, least_weight, key, TILE
+        )
+        _store_token(tokens, row, token, vocab_size)
