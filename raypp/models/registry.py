@@ -18,8 +18,7 @@ if TYPE_CHECKING:  # planning asks where a model is, and must not wait for torch
 
     from raypp.members import Members
     from raypp.models.decoder import DecoderModel, HeadSupport
-    from raypp.models.gemma3_tower import Gemma3VisionTower
-    from raypp.models.tower_parts import SegmentTower
+    from raypp.models.tower_parts import PatchTower
     from raypp.models.transformers_model import TransformersModel
     from raypp.models.vision_config import TowerKind
     from raypp.models.weights import WeightSource
@@ -98,9 +97,7 @@ def build_model(
     )
 
 
-def build_encoder(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, source: WeightSource
-) -> SegmentTower | Gemma3VisionTower:
+def build_encoder(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, source: WeightSource) -> PatchTower:
     """Return the vision tower of a model that has one, with its weights.
 
     Args:
