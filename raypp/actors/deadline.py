@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 
@@ -36,6 +37,14 @@ def in_time(function: Callable[[], object], timeout_s: float) -> bool:
     thread.start()
     thread.join(timeout_s)
     return not thread.is_alive()
+
+
+def value_of(ref: Any) -> Any:
+    """Return what a call that has ended returned, None when it failed."""
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayError:
+        return None
 
 
 @contextmanager

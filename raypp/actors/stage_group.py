@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from raypp.actors.deadline import Deadline, in_short
+from raypp.actors.deadline import Deadline, in_short, value_of
 from raypp.actors.placement import Placement
 from raypp.actors.processes import ActorProcess
 from raypp.driver.stage_health import BLAME_S, FailureReports, Witness
@@ -114,7 +114,7 @@ class StageGroup:
         """Return what each stage did when; None for one that does not answer any more."""
         asked = [actor.trace.remote() for actor in self._actors]
         answered, _ = ray.wait(asked, num_returns=len(asked), timeout=self._last_trace_s)
-        return [_value_of(ref) if ref in answered else None for ref in asked]
+        return [value_of(ref) if ref in answered else None for ref in asked]
 
     def leave(self) -> None:
         """Watch the actors no longer."""
@@ -171,11 +171,3 @@ class StageGroup:
                 failure = self._failure_of(self._runs.index(ref), ref, "running")
                 if failure is not None and not self._is_ending.is_set():
                     on_failure(*failure)
-
-
-def _value_of(ref: Any) -> Any:
-    """Return what a call returned, None when it failed."""
-    try:
-        return ray.get(ref)
-    except ray.exceptions.RayError:
-        return None

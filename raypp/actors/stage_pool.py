@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from raypp.actors.deadline import in_time
+from raypp.actors.deadline import in_time, value_of
 from raypp.actors.node_share import NodeShare, files_of, versions_here
 from raypp.actors.placement import BundlePlace, Placement, alive_nodes
 from raypp.actors.processes import ActorProcess, end_processes
@@ -130,7 +130,7 @@ class StagePool:
         awake = [pooled for pooled in self._pooled if pooled not in stopped]
         asked = {pooled.actor.stand_by.remote(timeout_s): pooled for pooled in awake}
         answered = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s + _ANSWER_S)[0] if asked else []
-        kept = [asked[ref] for ref in answered if _is_true(ref)]
+        kept = [asked[ref] for ref in answered if value_of(ref)]
         _end([pooled for pooled in awake if pooled not in kept], timeout_s)
         self._pooled = kept
 
@@ -163,13 +163,6 @@ def _is_stopped(pooled: _Pooled) -> bool:
     process = pooled.process
     is_here = process is not None and process.node_id == ray.get_runtime_context().get_node_id()
     return process is not None and is_here and process.process.is_stopped()
-
-
-def _is_true(ref: Any) -> bool:
-    try:
-        return bool(ray.get(ref))
-    except ray.exceptions.RayError:
-        return False
 
 
 def _make_actor(

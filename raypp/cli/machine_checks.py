@@ -21,7 +21,6 @@ Version = tuple[int, int]
 
 LEAST_CAPABILITY = (8, 0)
 """Of GPUs that compute in bfloat16."""
-"""Of a GPU's memory: what `gpu_memory_utilization` takes by default."""
 _SHM_BYTES, _LEAST_SHM_BYTES = 1 << 30, 128 << 20
 _OPEN_FILES, _LEAST_OPEN_FILES = 4096, 512
 _LONG_PROMPT, _SLOW_EDGE_MS, _SLOW_PROMPT_S = 32_768, 1.0, 1.0

@@ -372,10 +372,7 @@ class _Writer:
             conjuncts.append(self._unevaluated(schema, at))
         elif shared is None and is_merged:
             conjuncts += self._closed(schema)
-        conjuncts = [each for each in conjuncts if each is not True]
-        if False in conjuncts:
-            return False
-        return True if not conjuncts else conjuncts[0] if len(conjuncts) == 1 else {"allOf": conjuncts}
+        return _all_of(conjuncts)
 
     # What is said of a value without a look at other schemas of the same value.
 

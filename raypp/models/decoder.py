@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.graphs.cost import GRAPH_MODES, GraphCost, GraphMode
+from raypp.members import Members
 from raypp.models.attention_config import AttentionConfig
 from raypp.models.config import EMBEDDING, ModelConfig
 from raypp.models.draft_head import DraftHead
@@ -30,7 +31,6 @@ from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch, Rotation, query_growth
 from raypp.ops.backend import KernelSet, LMHead, Projection
 from raypp.ops.member_kernels import with_members
-from raypp.ops.members import Members
 from raypp.ops.row_attention import capped
 from raypp.ops.row_state import LayerMemory
 from raypp.ops.sample.vocabulary_part import VocabularyPart, hide_padding

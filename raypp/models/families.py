@@ -288,6 +288,13 @@ _OF_DEEPSEEK = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+_DEEPSEEK_EXPERTS = ExpertFamily(
+    names=ExpertNames(shared="shared_experts."),
+    normalizes="norm_topk_prob",
+    shared="n_shared_experts",
+    counts_shared=True,
+    has_sigmoid=True,
+)
 _DEEPSEEK_V3 = Family(
     has_mtp_layer=True,
     head_dim="qk_rope_head_dim",
@@ -304,13 +311,7 @@ _DEEPSEEK_V3 = Family(
     },
     layer_attention=_latent_attention,
     rotated_share=1.0,
-    experts=ExpertFamily(
-        names=ExpertNames(shared="shared_experts."),
-        normalizes="norm_topk_prob",
-        shared="n_shared_experts",
-        counts_shared=True,
-        has_sigmoid=True,
-    ),
+    experts=_DEEPSEEK_EXPERTS,
 )
 
 _MISTRAL = Family(
@@ -451,13 +452,7 @@ FAMILIES = {
         qk_norm="use_qk_norm",
         defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "norm_topk_prob": True},
         rotated_share=0.5,
-        experts=ExpertFamily(
-            names=ExpertNames(shared="shared_experts."),
-            normalizes="norm_topk_prob",
-            shared="n_shared_experts",
-            counts_shared=True,
-            has_sigmoid=True,
-        ),
+        experts=_DEEPSEEK_EXPERTS,
     ),
     # MiniMax-M2: a norm of all queries of a token at once, and of all its keys.
     "MiniMaxM2ForCausalLM": Family(
@@ -479,14 +474,7 @@ FAMILIES = {
         has_mtp_layer=False,
         mlp_bias="mlp_bias",
         defaults={**_OF_DEEPSEEK, "max_position_embeddings": 2048},
-        experts=ExpertFamily(
-            names=ExpertNames(shared="shared_experts."),
-            normalizes=False,
-            shared="n_shared_experts",
-            counts_shared=True,
-            has_groups=True,
-            num_ranking=1,
-        ),
+        experts=replace(_DEEPSEEK_EXPERTS, normalizes=False, has_sigmoid=False, has_groups=True, num_ranking=1),
     ),
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     "KimiK2ForCausalLM": _DEEPSEEK_V3,
@@ -518,13 +506,7 @@ FAMILIES = {
             "rope_parameters": _ROPE_OF_MISTRAL_4,
             "norm_topk_prob": True,
         },
-        experts=ExpertFamily(
-            names=ExpertNames(shared="shared_experts."),
-            normalizes="norm_topk_prob",
-            shared="n_shared_experts",
-            counts_shared=True,
-            has_groups=True,
-        ),
+        experts=replace(_DEEPSEEK_EXPERTS, has_sigmoid=False, has_groups=True),
     ),
 }
 """By the name of the architecture in config.json."""

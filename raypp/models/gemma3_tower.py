@@ -17,21 +17,21 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
+from numpy.typing import NDArray
 
-from raypp.encoder.protocol import BatchShape, BudgetRange, EncodedItem, EncoderGraphConfig, Per, TensorSpec
-from raypp.models.tower_parts import Block, PatchBatch, PatchEmbedding, layer_norm, linear
+from raypp.encoder.protocol import BatchShape, BudgetRange, EncoderGraphConfig, Per, TensorSpec
+from raypp.models.tower_parts import Block, PatchBatch, PatchEmbedding, PatchTower, layer_norm, linear
 from raypp.models.vision_config import VisionConfig
 from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.host_to_device import concatenated
 from raypp.ops.vision import linear_gelu_tanh
-from raypp.prompt_items import EncoderItem
 
 _MAX_GRAPH_IMAGES = 4  # of 896 x 896 pixels: more keep an H200 busy for longer than launching takes
 _PLACES = [("", "vision_model."), ("", ""), ("model.", "vision_model."), ("model.", "")]
 """Before `vision_tower.` and behind it: the published checkpoints', and those of versions of transformers."""
 
 
-class Gemma3VisionTower:
+class Gemma3VisionTower(PatchTower):
     """A `SupportsEncoderCudaGraph`. N patches of an image, H hidden size of the tower.
 
     Args:
@@ -45,8 +45,7 @@ class Gemma3VisionTower:
     """
 
     def __init__(self, config: VisionConfig, dtype: torch.dtype, device: torch.device, source: WeightSource) -> None:
-        self._config = config
-        self._device = device
+        super().__init__(config, device)
         self._num_patches, hidden = config.grid_side**2, config.hidden_size
         whole = WeightReader(source, dtype, device)
         places = [(before, f"{before}vision_tower.{inner}") for before, inner in _PLACES]
@@ -67,11 +66,6 @@ class Gemma3VisionTower:
         self._projection = projector.tensor("mm_input_projection_weight", hidden, config.out_hidden_size)
 
     @property
-    def out_hidden_size(self) -> int:
-        """Of the rows: the language model's."""
-        return self._config.out_hidden_size
-
-    @property
     def _num_tokens(self) -> int:
         return self._num_patches // self._config.patches_per_token
 
@@ -83,29 +77,19 @@ class Gemma3VisionTower:
         each = self._num_tokens
         return BudgetRange(each, _MAX_GRAPH_IMAGES * each, multiple_of=each)
 
-    def select_items(self, items: Sequence[EncoderItem], indices: Sequence[int]) -> PatchBatch:
-        chosen = [items[index] for index in indices]
-        return self._batch([item.key for item in chosen], [item.patches for item in chosen])
-
     def capture_batch(self, shape: BatchShape, num_items: int = 1) -> PatchBatch:
         """Return grey images that fill the shape; how many there are, their size says."""
         num_images = shape.num_tokens // self._num_tokens
         grey = np.full((self._num_patches, self._config.patch_dim), 127, np.uint8)
-        return self._batch([b""] * num_images, [grey] * num_images)
+        side = self._config.grid_side
+        return self._batch([b""] * num_images, [(1, side, side)] * num_images, [grey] * num_images)
 
     def replay_values(self, batch: PatchBatch, shape: BatchShape) -> Mapping[str, torch.Tensor]:
         return batch.values
 
-    def captured_forward(self, inputs: Mapping[str, torch.Tensor], shape: BatchShape) -> torch.Tensor:
-        return self._forward(inputs["patches"])
-
-    def eager_forward(self, batch: PatchBatch) -> torch.Tensor:
-        return self._forward(batch.values["patches"].to(self._device, non_blocking=True))
-
-    def split_output(self, output: torch.Tensor, batch: PatchBatch) -> list[EncodedItem]:
-        return batch.split(output)
-
-    def _batch(self, keys: list[bytes], patches: list[np.ndarray[tuple[int, int], np.dtype[np.uint8]]]) -> PatchBatch:
+    def _batch(
+        self, keys: Sequence[bytes], grids: Sequence[tuple[int, int, int]], patches: Sequence[NDArray[np.uint8]]
+    ) -> PatchBatch:
         return PatchBatch(
             keys=tuple(keys),
             num_tokens=(self._num_tokens,) * len(keys),
@@ -113,8 +97,8 @@ class Gemma3VisionTower:
             max_segment_len=self._num_patches,
         )
 
-    def _forward(self, patches: torch.Tensor) -> torch.Tensor:
-        config = self._config
+    def forward(self, inputs: Mapping[str, torch.Tensor], max_segment_len: int) -> torch.Tensor:
+        config, patches = self._config, inputs["patches"]
         hidden = self._embed(patches).view(-1, self._num_patches, config.hidden_size) + self._positions
         hidden = hidden.view(len(patches), -1)
         for block in self._blocks:

@@ -17,14 +17,13 @@ from raypp.models.mistral_format import PARAMS_FILE
 if TYPE_CHECKING:  # planning asks where a model is, and must not wait for torch
     import torch
 
+    from raypp.members import Members
     from raypp.models.decoder import DecoderModel, HeadSupport
-    from raypp.models.gemma3_tower import Gemma3VisionTower
-    from raypp.models.tower_parts import SegmentTower
+    from raypp.models.tower_parts import PatchTower
     from raypp.models.transformers_model import TransformersModel
     from raypp.models.vision_config import TowerKind
     from raypp.models.weights import WeightSource
     from raypp.ops.backend import KernelSet
-    from raypp.ops.members import Members
 
 EMBEDDED_MODELS = ("tiny", "tiny-vl")
 """Models that are part of the package."""
@@ -100,9 +99,7 @@ def build_model(
     )
 
 
-def build_encoder(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, source: WeightSource
-) -> SegmentTower | Gemma3VisionTower:
+def build_encoder(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, source: WeightSource) -> PatchTower:
     """Return the vision tower of a model that has one, with its weights.
 
     Args:

@@ -1,11 +1,11 @@
 """What vision towers have in common: batches of patches, their embedding, blocks, and small layers of a checkpoint.
 
-A `SegmentTower` takes images of any sizes: each is a segment of a batch, and attends to itself alone.
+A `SegmentTower` is a `PatchTower` for images of any sizes: each is a segment of a batch, and attends to itself alone.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,7 +15,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 
-from raypp.encoder.protocol import BatchShape, BudgetRange, EncodedItem, EncoderGraphConfig, Per, TensorSpec
+from raypp.encoder.protocol import (
+    BatchShape,
+    BudgetRange,
+    EncodedItem,
+    EncoderGraphConfig,
+    Per,
+    SupportsEncoderCudaGraph,
+    TensorSpec,
+)
 from raypp.models.vision_config import VisionConfig
 from raypp.models.weights import WeightReader
 from raypp.ops.host_to_device import concatenated
@@ -72,33 +80,61 @@ class PatchEmbedding:
         return F.linear(pixels.to(self._weight.dtype), self._weight, self._bias)
 
 
-class SegmentTower(ABC):
-    """A `SupportsEncoderCudaGraph` but for its layers.
+class PatchTower(SupportsEncoderCudaGraph[PatchBatch]):
+    """A tower of patches, but for its layers, and for what its graphs are made for.
 
     Args:
         config: The tower's.
         device: Of its weights.
     """
 
-    position_inputs: ClassVar[tuple[TensorSpec, ...]]
-    """What `positions` returns."""
-
     def __init__(self, config: VisionConfig, device: torch.device) -> None:
         self._config = config
         self._device = device
 
     @abstractmethod
-    def positions(self, height: int, width: int) -> Mapping[str, NDArray[Any]]:
-        """Return where the patches of an image of so many rows and columns of patches lie, [P, ...] each."""
-
-    @abstractmethod
     def forward(self, inputs: Mapping[str, torch.Tensor], max_segment_len: int) -> torch.Tensor:
         """Return rows [1 + L, T, out_hidden_size] of what `graph_config` names; no image has more patches."""
+
+    @abstractmethod
+    def _batch(
+        self, keys: Sequence[bytes], grids: Sequence[tuple[int, int, int]], patches: Sequence[NDArray[np.uint8]]
+    ) -> PatchBatch:
+        """Return images as a batch: their keys, their rows and columns of patches, and all patches in order."""
 
     @property
     def out_hidden_size(self) -> int:
         """Of the rows: the language model's."""
         return self._config.out_hidden_size
+
+    def select_items(self, items: Sequence[EncoderItem], indices: Sequence[int]) -> PatchBatch:
+        chosen = [items[index] for index in indices]
+        return self._batch(
+            [item.key for item in chosen],
+            [item.grid_thw for item in chosen],
+            [item.patches for item in chosen],
+        )
+
+    def captured_forward(self, inputs: Mapping[str, torch.Tensor], shape: BatchShape) -> torch.Tensor:
+        return self.forward(inputs, shape.num_tokens * self._config.patches_per_token)
+
+    def eager_forward(self, batch: PatchBatch) -> torch.Tensor:
+        inputs = {name: values.to(self._device, non_blocking=True) for name, values in batch.values.items()}
+        return self.forward(inputs, batch.max_segment_len)
+
+    def split_output(self, output: torch.Tensor, batch: PatchBatch) -> list[EncodedItem]:
+        return batch.split(output)
+
+
+class SegmentTower(PatchTower):
+    """A tower whose images are of any sizes."""
+
+    position_inputs: ClassVar[tuple[TensorSpec, ...]]
+    """What `positions` returns."""
+
+    @abstractmethod
+    def positions(self, height: int, width: int) -> Mapping[str, NDArray[Any]]:
+        """Return where the patches of an image of so many rows and columns of patches lie, [P, ...] each."""
 
     def graph_config(self) -> EncoderGraphConfig:
         return EncoderGraphConfig(
@@ -115,14 +151,6 @@ class SegmentTower(ABC):
         smallest = max(config.image_pixels.min_pixels // config.side_factor**2, 1)
         return BudgetRange(smallest, max(smallest, min(_MAX_GRAPH_TOKENS, config.tokens_per_max_image)))
 
-    def select_items(self, items: Sequence[EncoderItem], indices: Sequence[int]) -> PatchBatch:
-        chosen = [items[index] for index in indices]
-        return self._batch(
-            [item.key for item in chosen],
-            [item.grid_thw for item in chosen],
-            [item.patches for item in chosen],
-        )
-
     def capture_batch(self, shape: BatchShape, num_items: int = 1) -> PatchBatch:
         """Return grey images that fill the shape, as many as asked for."""
         merge = self._config.spatial_merge_size
@@ -137,16 +165,6 @@ class SegmentTower(ABC):
         end = shape.num_tokens * self._config.patches_per_token
         ends = np.full(shape.max_items + 2 - len(starts), end, np.int32)
         return {**batch.values, "segment_starts": concatenated([starts, ends], self._device)}
-
-    def captured_forward(self, inputs: Mapping[str, torch.Tensor], shape: BatchShape) -> torch.Tensor:
-        return self.forward(inputs, shape.num_tokens * self._config.patches_per_token)
-
-    def eager_forward(self, batch: PatchBatch) -> torch.Tensor:
-        inputs = {name: values.to(self._device, non_blocking=True) for name, values in batch.values.items()}
-        return self.forward(inputs, batch.max_segment_len)
-
-    def split_output(self, output: torch.Tensor, batch: PatchBatch) -> list[EncodedItem]:
-        return batch.split(output)
 
     def _batch(
         self, keys: Sequence[bytes], grids: Sequence[tuple[int, int, int]], patches: Sequence[NDArray[np.uint8]]

@@ -34,6 +34,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from raypp.errors import ModelLoadError
 from raypp.graphs.cost import GRAPH_MODES, GraphCost, GraphMode
+from raypp.members import Members
 from raypp.models.attention_config import ModulesConfig
 from raypp.models.checkpoint_names import name_of_text
 from raypp.models.config import ModelConfig
@@ -65,7 +66,6 @@ from raypp.models.weights import CheckpointWeights, DummyWeights, WeightSource
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.backend import KernelSet, LMHead
 from raypp.ops.member_kernels import with_members
-from raypp.ops.members import Members
 from raypp.ops.row_state import LayerMemory
 from raypp.ops.sample.vocabulary_part import VocabularyPart, hide_padding
 from raypp.ops.weight import Weight, own_copy, stacked_weights

@@ -83,11 +83,7 @@ def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _type_of(value: Any) -> str:
-    if isinstance(value, bool):
-        return "boolean"
-    if value is None:
-        return "null"
-    names = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
+    names = {bool: "boolean", type(None): "null", str: "string", int: "integer", float: "number", list: "array"}
     return names.get(type(value), "object")
 
 

@@ -20,9 +20,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from raypp.members import Members
 from raypp.ops.attention import AttentionBatch, Heads, LatentHeads, Rotation
 from raypp.ops.kv_cache import LayerCache
-from raypp.ops.members import Members
 from raypp.ops.row_state import DeltaHeads, LayerState
 from raypp.ops.weight import Weight
 

@@ -9,12 +9,12 @@ from importlib.util import find_spec
 import torch
 
 from raypp.errors import ConfigError
+from raypp.members import Members
 from raypp.ops.backend import KernelSet
 from raypp.ops.block_store import BlockMover, BlockStore, RowStore, TorchBlockMover, TorchBlockStore
 from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.invariance_check import compare_rows
 from raypp.ops.kv_cache import LayerCache, zeros_on_demand
-from raypp.ops.members import Members
 from raypp.ops.sample.token_choice import TokenChoice, TorchTokenChoice
 from raypp.ops.sample.vocabulary_part import VocabularyPart
 

@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import torch
 
+from raypp.members import Members
 from raypp.ops.backend import AddedProjection, Experts, ExpertWeights, KernelSet, Router
-from raypp.ops.members import Members
 from raypp.ops.weight import Weight
 
 

@@ -135,6 +135,13 @@ class EnginePlan(EngineLayout):
         return draft_policy(self.config, self.device, self.held_model, head, self.dtype_bytes)
 
     @property
+    def drafting_bytes(self) -> int:
+        """What a draft head reads for a step's drafts."""
+        if self.draft_head is None:
+            return 0
+        return int(self.draft_head.config.drafting_bytes(self.config.speculative.max_drafts, self.dtype_bytes))
+
+    @property
     def min_prefill_chunk_tokens(self) -> int:
         """Tokens that no chunk of a prompt falls below, unless its step is full."""
         asked, predictor = self.config.scheduler.min_prefill_chunk_tokens, self.step_predictor()
@@ -296,10 +303,7 @@ class EnginePlan(EngineLayout):
         """Return what a step reads of a stage's weights: all, but of the embedding only a row per token."""
         dtype_bytes = self.dtype_bytes
         is_last = stage.stage_index == len(self.stages) - 1
-        head_bytes = lm_head_bytes(self.model, dtype_bytes) if is_last else 0
-        if is_last and self.draft_head is not None:
-            drafting = self.draft_head.config.drafting_bytes(self.config.speculative.max_drafts, dtype_bytes)
-            head_bytes += int(drafting)
+        head_bytes = lm_head_bytes(self.model, dtype_bytes) + self.drafting_bytes if is_last else 0
         sizes = layer_sizes(self.held_model, dtype_bytes)[stage.start_layer : stage.end_layer]
         return total_reads([WeightReads(head_bytes), *(size.reads for size in sizes)])
 

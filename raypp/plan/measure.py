@@ -20,6 +20,7 @@ import torch
 
 from raypp.config.engine_config import EngineConfig
 from raypp.config.sections import SpeculativeSection
+from raypp.members import LoneMember
 from raypp.messages import BlockGroup, StepPlan, StepResult
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import (
@@ -28,7 +29,6 @@ from raypp.models.sizes import (
     linear_modules,
 )
 from raypp.ops.attention import AttentionBatch
-from raypp.ops.members import LoneMember
 from raypp.plan.cost_model import StepCosts, layer_sums_ms, parts_of
 from raypp.plan.engine_plan import EnginePlan
 from raypp.plan.layer_partition import LayerRoom, even_partition, fastest_partition, layer_room
@@ -116,7 +116,7 @@ def measure_costs(
         kinds[of_layers[0]],
         layers_ms=tuple(own_ms + sums_ms for own_ms in layer_ms),
         sums_ms=sums_ms,
-        drafting_ms=_drafting_bytes(plan) / reads_per_ms,
+        drafting_ms=plan.drafting_bytes / reads_per_ms,
     )
 
 
@@ -175,13 +175,6 @@ def model_of_alike_layers(model: ModelConfig, layer_index: int, num_layers: int)
         quantization = replace(quantization, skipped=tuple(plain), only=())
     attention = (model.attention[layer_index],) * num_layers
     return replace(model, attention=attention, experts=experts, quantization=quantization)
-
-
-def _drafting_bytes(plan: EnginePlan) -> int:
-    """Return what a draft head reads for a step."""
-    if plan.draft_head is None:
-        return 0
-    return int(plan.draft_head.config.drafting_bytes(plan.config.speculative.max_drafts, plan.dtype_bytes))
 
 
 class _Rig:

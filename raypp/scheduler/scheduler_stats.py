@@ -27,9 +27,9 @@ class Counters:
     """Of these, tokens that it had."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerStats:
-    """The state of the scheduler at one moment, and its counters since the start (see `Counters`)."""
+@dataclass(kw_only=True, slots=True)
+class SchedulerStats(Counters):
+    """The state of the scheduler at one moment, and its counters since the start."""
 
     num_running: int
     """Requests that have a row."""
@@ -69,15 +69,6 @@ class SchedulerStats:
     """Those whose KV came back, for requests that found it there; nearly all are of `num_prefix_hit_tokens`, too."""
     num_copied_bytes: int
     """Both ways, on all stages together."""
-    num_steps: int
-    num_prefills: int
-    num_prefill_chunks: int
-    num_preemptions: int
-    num_prompt_tokens: int
-    num_generated_tokens: int
-    num_late_masks: int
-    num_prefix_query_tokens: int
-    num_prefix_hit_tokens: int
     num_draft_tokens: int
     """Drafts that were verified. Rows for which nothing was proposed verify arbitrary tokens, which do not count."""
     num_accepted_tokens: int

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from raypp.errors import ConfigError
+from raypp.members import Members
 from raypp.models.attention_config import GatedDeltaConfig, ModulesConfig
 from raypp.models.checkpoint_names import PICKLED_FILE, has_safetensors
 from raypp.models.config import ModelConfig
@@ -22,7 +23,6 @@ from raypp.ops.device_kernels import choose_kernels, choose_token_choice, make_f
 from raypp.ops.invariance_check import InvarianceCheck
 from raypp.ops.kv_cache import allocate_layer_cache
 from raypp.ops.member_kernels import with_members
-from raypp.ops.members import Members
 from raypp.ops.row_state import LayerMemory, ModulesMemory, allocate_layer_state, allocate_module_memory
 from raypp.ops.sample.vocabulary_part import VocabularyPart
 from raypp.stage.schemas import StageSchemas

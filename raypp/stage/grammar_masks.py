@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raypp.members import Members
 from raypp.messages import NO_STEP, Int32s, Int64s, MaskMoment, MaskUpdate
-from raypp.ops.members import Members
 from raypp.ops.sample.tables import FREE, PositionMasks, StepMasks
 from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_batch import StepBatch

@@ -17,8 +17,8 @@ from functools import partial
 import torch
 
 from raypp.graphs.graph_manager import CudaGraphManager, graph_maker
+from raypp.members import Members
 from raypp.messages import Int32s, MaskUpdate, StateCopies, StepForm, StepPlan, Unrecorded, unpack
-from raypp.ops.members import Members
 from raypp.ops.row_state import Checkpoints, LayerMemory, moved_on
 from raypp.ops.row_tokens import RowTokens
 from raypp.ops.sample.vocabulary_part import VocabularyPart

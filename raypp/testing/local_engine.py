@@ -25,11 +25,11 @@ from raypp.errors import EngineDeadError
 from raypp.grammar.grammar_threads import Job, MaskJob
 from raypp.grammar.vocabulary import Vocabulary, VocabularySource
 from raypp.graphs.graph_manager import CudaGraphManager
+from raypp.members import Members
 from raypp.messages import Int32s, MaskUpdate, StepPlan, StepResult, pack, unpack
 from raypp.models.config import ModelConfig
 from raypp.models.registry import build_encoder
 from raypp.models.weights import open_weights
-from raypp.ops.members import Members
 from raypp.ops.row_state import LayerMemory
 from raypp.plan.engine_plan import EnginePlan
 from raypp.prompt_items import EncoderItem, PromptItems

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it w
 
 from raypp.config.sections import LinkKind, TransportKind
 from raypp.errors import ConfigError, name_process
+from raypp.members import Members
 from raypp.transport.edges import Edge, EdgeEnds, OpenEdge, StageLinks, edges_at, ends_in_one_process, pipeline_edges
 from raypp.transport.host.gloo import GlooConnection, GlooDevice
 from raypp.transport.host.host_members import GlooMembers, thread_members
@@ -34,7 +35,7 @@ from raypp.transport.nccl.nccl_members import NcclMembers
 from raypp.transport.reach import check_reach
 from raypp.transport.rendezvous import Meeting, Rendezvous
 from raypp.transport.schema import MessageSpec, check_schemas
-from raypp.transport.slices import Gatherers, add_slices, sliced_edges
+from raypp.transport.slices import add_slices, sliced_edges
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +182,7 @@ def open_local_links(
     device: torch.device = _CPU,
     deadline_s: float = 0.0,
     open_edge: OpenEdge | None = None,
-    members: Sequence[Gatherers] | None = None,
+    members: Sequence[Members] | None = None,
 ) -> list[StageLinks]:
     """Return the links of all stages of a pipeline that lives in one process, on one device.
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
+from raypp.members import Members
 from raypp.transport.edges import Edge, EdgeEnds
 from raypp.transport.link import LinkReceiver, LinkSender
 
@@ -26,15 +27,6 @@ _ALIGNMENT = 16
 _WORD = torch.int32  # what all members' ways of gathering move
 
 EndT = TypeVar("EndT", bound=LinkSender | LinkReceiver)
-
-
-class Gatherers(Protocol):
-    """What is needed of the members of a stage; see `raypp.ops.members.Members`."""
-
-    rank: int
-    count: int
-
-    def gathered(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
 def slice_bytes(num_bytes: int, count: int) -> int:
@@ -59,7 +51,7 @@ def sliced_edges(edges: Iterable[Edge], count: int, is_apart: Callable[[Edge], b
     }
 
 
-def add_slices(ends: EdgeEnds, names: Iterable[str], members: Gatherers) -> None:
+def add_slices(ends: EdgeEnds, names: Iterable[str], members: Members) -> None:
     """Put ends for whole messages in place of a stage's ends of edges that were opened for slices."""
     for name in names:
         if name in ends.senders:
@@ -76,7 +68,7 @@ class _SliceEnd(Generic[EndT]):
         members: Of this end's stage.
     """
 
-    def __init__(self, link: EndT, members: Gatherers) -> None:
+    def __init__(self, link: EndT, members: Members) -> None:
         self._link = link
         self._rank, self._count, self._gathered = members.rank, members.count, members.gathered
         num_bytes = members.count * link.slots.shape[1]
@@ -112,7 +104,7 @@ class SliceSender(_SliceEnd[LinkSender]):
 class SliceReceiver(_SliceEnd[LinkReceiver]):
     """The receiving end; see `LinkReceiver`. All members wait for the same steps, in one order."""
 
-    def __init__(self, link: LinkReceiver, members: Gatherers) -> None:
+    def __init__(self, link: LinkReceiver, members: Members) -> None:
         super().__init__(link, members)
         self._sizes: dict[int, int] = {}  # of the slices of posted steps
 

@@ -10,6 +10,7 @@ import math
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from raypp.members import Members
 from raypp.ops.attention import AttentionBatch, Heads, LatentHeads, Rotation, apply_rotary, rotation, signed
 from raypp.ops.backend import (
     SILU,
@@ -26,7 +27,6 @@ from raypp.ops.break_point import break_point
 from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.cpu.torch_gated_delta import TorchGatedDelta
 from raypp.ops.kv_cache import LayerCache, as_cached, cache_rows, write_kv_cache
-from raypp.ops.members import Members
 from raypp.ops.row_state import DeltaHeads
 from raypp.ops.weight import Weight, linear_in_float32
 

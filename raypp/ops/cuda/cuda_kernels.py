@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from raypp.members import Members
 from raypp.ops.attention import AttentionBatch, Heads, HeadsKind, LatentHeads, Rotation
 from raypp.ops.backend import (
     SILU,
@@ -40,7 +41,6 @@ from raypp.ops.cuda.quantized_projection import (
 from raypp.ops.cuda.step_attention import CudaAttention, PrefillSpace
 from raypp.ops.cuda.token_quantization import TokenNorm
 from raypp.ops.kv_cache import LayerCache
-from raypp.ops.members import Members
 from raypp.ops.row_state import DeltaHeads
 from raypp.ops.weight import Weight, linear_in_float32, rounded_to_8_bits
 

@@ -150,7 +150,8 @@ class TokenChooser:
         by_row = (*given, tables.seed, positions, tokens, *between, vocab_size)
         rooms = {"ROOM": ROOM, "FEW": _FEW}
         _finish[(num_rows,)](*by_row, **rooms, **launch)
-        _search[(num_rows,)](*by_row, **rooms, TILE=_SEARCHED_TILE, **(launch | {"num_warps": 32}))
+        launch |= self._blocks() | {"TILE": _SEARCHED_TILE, "num_warps": 32}
+        _search[(num_rows,)](*by_row, **rooms, **launch)
         return tokens
 
     def _between(self, vocab_size: int, room: int) -> tuple[torch.Tensor, ...]:
@@ -509,6 +510,47 @@ def _gather(
 
 
 @triton.jit
+def best_draw(
+    of_row,
+    of_blocks,
+    is_truncated,
+    begins,
+    ends,
+    num_logits,
+    first_token,
+    row_highest,
+    row_temperature,
+    farthest,
+    least_weight,
+    key,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the draw from a row's logits between two places, with its value.
+
+    It is of those alone that are near enough to the highest one, and weigh enough. `first_token`: of the row's logits.
+    """
+    scale = scale_of(row_temperature)
+    best_value = tl.full((TILE,), -float("inf"), tl.float32)
+    best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
+    for begin in range(begins, ends, TILE):
+        token = begin + tl.arange(0, TILE)
+        is_read = token < num_logits
+        if is_truncated:  # else nothing was noted of blocks
+            is_read &= reaching_blocks(of_blocks, token, num_logits, row_highest, scale, farthest, BLOCK)
+        logit = load_logits(of_row, tl.where(is_read, token, num_logits), num_logits)
+        distance = distances(logit, row_highest, scale)
+        stays = (distance <= farthest) & is_read
+        if least_weight > 0.0:
+            stays &= weights(distance).to(tl.float64) >= least_weight
+        if tl.max(stays.to(tl.int32), 0) > 0:
+            value = (logit - row_highest) / row_temperature + gumbel(key, token + first_token)
+            value = tl.where(stays, value, -float("inf"))
+            best_value, best_token = better(best_value, best_token, value, token)
+    return best_of(best_value, best_token)
+
+
+@triton.jit
 def _draw_gathered(
     row,
     of,
@@ -620,6 +662,8 @@ def _search(
     ROOM: tl.constexpr,
     FEW: tl.constexpr,
     TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
     HAS_CHANGED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -652,16 +696,20 @@ def _search(
             farthest = tl.minimum(farthest, of_p)
         key = key_of(seeds, positions, row, of)
         least_weight = tl.load(min_p + of).to(tl.float64) * MOST
-        best_value = tl.full((TILE,), -float("inf"), tl.float32)
-        best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
-        for begin in range(0, vocab_size, TILE):
-            token = begin + tl.arange(0, TILE)
-            logit = load_logits(of_row, token, vocab_size)
-            distance = distances(logit, row_highest, scale)
-            stays = (distance <= farthest) & (token < vocab_size)
-            stays &= weights(distance).to(tl.float64) >= least_weight
-            value = (logit - row_highest) / row_temperature + gumbel(key, token)
-            value = tl.where(stays, value, -float("inf"))
-            best_value, best_token = better(best_value, best_token, value, token)
-        value, best = best_of(best_value, best_token)
-        _store_token(tokens, row, best, vocab_size)
+        _value, token = best_draw(
+            of_row,
+            block_highest + row * NUM_BLOCKS,
+            is_truncated,
+            0,
+            vocab_size,
+            vocab_size,
+            0,
+            row_highest,
+            row_temperature,
+            farthest,
+            least_weight,
+            key,
+            TILE,
+            BLOCK,
+        )
+        _store_token(tokens, row, token, vocab_size)

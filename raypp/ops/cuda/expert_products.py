@@ -34,7 +34,7 @@ from raypp.ops.cuda.int4_products import (
     tiles_of_piece,
 )
 from raypp.ops.cuda.kernel_launch import Device, Workspace, fence_shared, start
-from raypp.ops.cuda.projection import Tuning
+from raypp.ops.cuda.projection import Tuning, load
 from raypp.ops.cuda.router_kernels import SCALED, Arranged, Inputs, Routed
 from raypp.ops.cuda.token_quantization import in_8_bits
 from raypp.ops.weight import Weight, WeightKind
@@ -296,15 +296,6 @@ def _launch_tiles(
 
 
 @triton.jit
-def _load(pointer, inside, IS_EVEN: tl.constexpr):
-    """Return what lies inside, 0 elsewhere. Without a mask where all pieces are whole."""
-    if IS_EVEN:
-        return tl.load(pointer)
-    other: tl.constexpr = 0 if pointer.dtype.element_ty == tl.uint8 else 0.0
-    return tl.load(pointer, mask=inside, other=other)
-
-
-@triton.jit
 def _scale(scale, matrix_row, num_inputs, begin, KIND: tl.constexpr, BLOCK_IN: tl.constexpr):
     """Return an output's scale for the group of inputs at `begin`, float32. `matrix_row`: of `scale`."""
     factor = tl.full(matrix_row.shape, 1.0, tl.float32)
@@ -375,12 +366,12 @@ def _gate_up_few(
     up_row = first_scale + (num_outputs + read_output) // BLOCK_OUT
     for begin in tl.range(0, end, INPUTS, num_stages=STAGES):
         inside = (begin + column < num_inputs)[None, :]
-        gate_piece = _load(of_expert + begin + cell, inside, IS_EVEN)
-        up_piece = _load(of_expert + up_offset + begin + cell, inside, IS_EVEN)
-        value = _load(token + begin + column, begin + column < num_inputs, IS_EVEN).to(tl.float32)
+        gate_piece = load(of_expert + begin + cell, inside, IS_EVEN)
+        up_piece = load(of_expert + up_offset + begin + cell, inside, IS_EVEN)
+        value = load(token + begin + column, begin + column < num_inputs, IS_EVEN).to(tl.float32)
         if HAS_NORM:
             squares += value * value
-            value *= _load(norm_weight + begin + column, begin + column < num_inputs, IS_EVEN).to(tl.float32)
+            value *= load(norm_weight + begin + column, begin + column < num_inputs, IS_EVEN).to(tl.float32)
         value = value[None, :]
         scale = _scale(weight_scale, gate_row, num_inputs, begin, KIND, BLOCK_IN)
         up_scale = _scale(weight_scale, up_row, num_inputs, begin, KIND, BLOCK_IN)
@@ -438,17 +429,17 @@ def _down_few(
     scale_row = expert[:, None] * tl.cdiv(num_outputs, BLOCK_OUT) + read_output // BLOCK_OUT
     x_row = x + pair[:, None] * num_inputs
     inside = is_chosen[:, None, None] & (column < num_inputs)[None, None, :]
-    first_piece = _load(cell, inside, IS_EVEN)
+    first_piece = load(cell, inside, IS_EVEN)
     scale = _scale(weight_scale, scale_row, num_inputs, 0, KIND, BLOCK_IN)
     start(OVERLAPS)
     before = tl.load(residual + token * num_outputs + output, mask=output < num_outputs, other=0.0).to(tl.float32)
-    value = _load(x_row + column[None, :], column[None, :] < num_inputs, IS_EVEN).to(tl.float32)
+    value = load(x_row + column[None, :], column[None, :] < num_inputs, IS_EVEN).to(tl.float32)
     total = tl.zeros((CHOSEN_PADDED, OUTPUTS, INPUTS), tl.float32)
     total = _added(total, first_piece, value[:, None, :], scale[:, :, None], KIND)
     for begin in tl.range(INPUTS, num_inputs, INPUTS, num_stages=STAGES):
         inside = is_chosen[:, None, None] & (begin + column < num_inputs)[None, None, :]
-        piece = _load(cell + begin, inside, IS_EVEN)
-        value = _load(x_row + begin + column[None, :], begin + column[None, :] < num_inputs, IS_EVEN).to(tl.float32)
+        piece = load(cell + begin, inside, IS_EVEN)
+        value = load(x_row + begin + column[None, :], begin + column[None, :] < num_inputs, IS_EVEN).to(tl.float32)
         scale = _scale(weight_scale, scale_row, num_inputs, begin, KIND, BLOCK_IN)
         total = _added(total, piece, value[:, None, :], scale[:, :, None], KIND)
     of_experts = tl.sum(total, 2)
@@ -533,21 +524,21 @@ def _multiply_tiles(
         begin_at = 0
         if IS_EARLY:
             begin_at = INPUTS
-            first_piece = _load(matrix + cell, inside, IS_EVEN)
+            first_piece = load(matrix + cell, inside, IS_EVEN)
             start(OVERLAPS)
-            first_value = _load(x + x_cell, inside, IS_EVEN)
+            first_value = load(x + x_cell, inside, IS_EVEN)
         for begin in range(begin_at, num_inputs, INPUTS):
             inside = (begin + column < num_inputs)[None, :]
-            value = _load(x + x_cell + begin, inside, IS_EVEN)
+            value = load(x + x_cell + begin, inside, IS_EVEN)
             if KIND == "fp8":
                 of_x = tl.load(x_scale_row + begin // SCALED)
             scale = _scale(weight_scale, scale_row, num_inputs, begin, KIND, BLOCK_IN)
-            piece = _load(matrix + cell + begin, inside, IS_EVEN)
+            piece = load(matrix + cell + begin, inside, IS_EVEN)
             fence_shared(OVERLAPS)
             total = _multiplied(total, piece, value, scale, of_x, KIND)
             if HAS_GATE:
                 up_scale = _scale(weight_scale, up_scale_row, num_inputs, begin, KIND, BLOCK_IN)
-                up_piece = _load(matrix + up_offset + cell + begin, inside, IS_EVEN)
+                up_piece = load(matrix + up_offset + cell + begin, inside, IS_EVEN)
                 up_total = _multiplied(up_total, up_piece, value, up_scale, of_x, KIND)
         if IS_EARLY:
             total = tl.dot(first_piece, tl.trans(first_value), total)

@@ -157,7 +157,7 @@ def _few_gate_up(kind: WeightKind) -> Tuning:
     """Return how the first product of few pairs is cut."""
     if kind == "plain":
         return Tuning(4, 1024, num_stages=2)
-    return Tuning(16, 128, num_warps=4 if kind == "fp8" else 2, num_stages=4)
+    return Tuning(16, 128, num_stages=4)
 
 
 def _few_down(shape: ExpertShape) -> Tuning:

@@ -14,7 +14,7 @@ from raypp.ops.cuda.thresholds import load_logits
 from raypp.ops.cuda.verify_kernels import hold
 from raypp.ops.row_tokens import StepTokens
 from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS, MAX_REPORTED, MAX_SCORED
-from raypp.ops.sample.tables import AdjustedLogits, Adjustments, RowTables
+from raypp.ops.sample.tables import AdjustedLogits, Adjustments
 from raypp.ops.sample.token_choice import TopLogprobs, top_of_members
 from raypp.ops.sample.token_history import TokenHistory
 from raypp.ops.sample.vocabulary_part import VocabularyPart
@@ -196,7 +196,8 @@ class KernelTokenChoice:
         self, max_positions: int, device: Device, workspace: Workspace, part: VocabularyPart | None = None
     ) -> None:
         sizes = (max_positions, device, workspace)
-        self._chooser = TokenChooser(*sizes) if part is None else MemberChooser(*sizes, part)
+        chooser = TokenChooser(*sizes) if part is None else MemberChooser(*sizes, part)
+        self.greedy, self.draw = chooser.greedy, chooser.draw
         self._part = part
         self._device = device
         self._max_positions = max_positions
@@ -211,22 +212,6 @@ class KernelTokenChoice:
                 most, logits.shape[1], self._device, 0 if self._part is None else self._part.first
             )
         return self._adjuster.adjust(logits, asked)
-
-    def greedy(self, logits: AdjustedLogits) -> torch.Tensor:
-        """Return each position's most likely token, int64 [N]. Shapes: logits [N, V] or [N, C] contiguous."""
-        return self._chooser.greedy(logits)
-
-    def draw(
-        self,
-        logits: AdjustedLogits,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        tables: RowTables,
-        *,
-        truncates: bool = True,
-    ) -> torch.Tensor:
-        """Return a draw per position, int64 [N]. Shapes: as of `greedy`."""
-        return self._chooser.draw(logits, rows, positions, tables, truncates=truncates)
 
     def remember(self, tokens: StepTokens, needs: torch.Tensor, history: TokenHistory, *, counts: bool) -> None:
         """Write tokens to the history of rows that need it."""

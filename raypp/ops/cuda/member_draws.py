@@ -23,10 +23,9 @@ from raypp.ops.cuda.draw_kernels import (
     TILE,
     TokenChooser,
     arguments_of,
-    best_of,
+    best_draw,
     best_of_parts,
     better,
-    gumbel,
     key_of,
     reaching_blocks,
     store_best,
@@ -355,30 +354,28 @@ def _draw_part(
     row_temperature, row_k, row_p, is_truncated = truncation_of(of, temperature, top_k, top_p, vocab_size)
     row_highest = _highest_of(found, row, num_rows, COUNT)
     if (row_temperature != 0.0) & (row_highest < float("inf")):
-        scale = scale_of(row_temperature)
         farthest = tl.full((), _ANY_DISTANCE, tl.int32)
         if is_truncated:
             farthest = _narrowed(row, num_rows, _LAST, row_k, row_p, first, sums, states, COUNT)
-        of_blocks = block_highest + row * NUM_BLOCKS
-        read_blocks = tl.where(is_truncated, num_logits, 0)
         key = key_of(seeds, positions, row, of)
         least_weight = tl.load(min_p + of).to(tl.float64) * MOST
-        best_value = tl.full((TILE,), -float("inf"), tl.float32)
-        best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
-        for begin in range(begins, tl.minimum(begins + num_tiles * TILE, num_logits), TILE):
-            token = begin + tl.arange(0, TILE)
-            is_read = reaching_blocks(of_blocks, token, read_blocks, row_highest, scale, farthest, BLOCK)
-            is_read |= read_blocks == 0
-            logit = load_logits(of_row, tl.where(is_read, token, num_logits), num_logits)
-            distance = distances(logit, row_highest, scale)
-            stays = (distance <= farthest) & (token < num_logits) & is_read
-            if least_weight > 0.0:
-                stays &= weights(distance).to(tl.float64) >= least_weight
-            if tl.max(stays.to(tl.int32), 0) > 0:
-                value = (logit - row_highest) / row_temperature + gumbel(key, token + first_token)
-                value = tl.where(stays, value, -float("inf"))
-                best_value, best_token = better(best_value, best_token, value, token)
-        value, token = best_of(best_value, best_token)
+        ends = tl.minimum(begins + num_tiles * TILE, num_logits)
+        value, token = best_draw(
+            of_row,
+            block_highest + row * NUM_BLOCKS,
+            is_truncated,
+            begins,
+            ends,
+            num_logits,
+            first_token,
+            row_highest,
+            row_temperature,
+            farthest,
+            least_weight,
+            key,
+            TILE,
+            BLOCK,
+        )
         is_last, value, token = best_of_parts(value, token, row, part_values, part_tokens, counters)
         if is_last:
             store_pair(pairs, row, value, token)

@@ -21,8 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+from raypp.members import MemberMemory, Members
 from raypp.ops.cuda.kernel_launch import Device, start
-from raypp.ops.members import MemberMemory, Members
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _LEAST_WORDS = 128  # of a program

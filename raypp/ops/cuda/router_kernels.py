@@ -19,7 +19,7 @@ import triton.language as tl
 
 from raypp.ops.backend import Router
 from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, fence_shared, start
-from raypp.ops.cuda.projection import load_vector
+from raypp.ops.cuda.projection import load, load_vector
 from raypp.ops.cuda.token_quantization import in_8_bits
 from raypp.ops.weight import WeightKind
 
@@ -223,14 +223,6 @@ def arrange(
 
 
 @triton.jit
-def _load(pointer, inside, IS_EVEN: tl.constexpr):
-    """Return what lies inside, 0 elsewhere. Without a mask where all pieces are whole."""
-    if IS_EVEN:
-        return tl.load(pointer)
-    return tl.load(pointer, mask=inside, other=0.0)
-
-
-@triton.jit
 def _hashed(logits, expert):
     """Return `raypp.ops.backend._hashed` of logits [T, E]: int64, not negative."""
     mixed = logits.to(tl.uint32, bitcast=True) + ((expert + 1).to(tl.uint32) * 0x9E3779B9)[None, :]
@@ -314,15 +306,15 @@ def _route(
     first = split * split_inputs
     last = tl.minimum(first + split_inputs, num_inputs)
     inside = (first + column < last)[None, :]
-    first_piece = _load(router + cell + first, inside, IS_EVEN)
+    first_piece = load(router + cell + first, inside, IS_EVEN)
     start(OVERLAPS)
-    value = _load(x + x_cell + first, inside, IS_EVEN)
+    value = load(x + x_cell + first, inside, IS_EVEN)
     squares = tl.sum(value.to(tl.float32) * value.to(tl.float32), 1)
     total = tl.dot(first_piece, tl.trans(value))
     for begin in range(first + INPUTS, last, INPUTS):
         inside = (begin + column < last)[None, :]
-        value = _load(x + x_cell + begin, inside, IS_EVEN)
-        piece = _load(router + cell + begin, inside, IS_EVEN)
+        value = load(x + x_cell + begin, inside, IS_EVEN)
+        piece = load(router + cell + begin, inside, IS_EVEN)
         # Loaded once more: a buffer that is also read by others than the product is filled again too early, while the
         # product is under way (Triton 3.6 and 3.7; tests/unit/ops/compile_kernels.py looks for it).
         again = tl.load(x + x_cell + begin, mask=None if IS_EVEN else inside, cache_modifier=".ca").to(tl.float32)

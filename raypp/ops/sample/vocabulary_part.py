@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raypp.ops.members import Members
+from raypp.members import Members
 
 _NO_TOKEN = (1 << 31) - 1
 

@@ -1,6 +1,6 @@
 """The members of a stage on CPUs: as processes, over gloo, or as threads of one process, for tests.
 
-See `raypp.ops.members.Members`.
+See `raypp.members.Members`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class MemberRegion:
-    """One member's view; see `raypp.ops.members.MemberMemory`.
+    """One member's view; see `raypp.members.MemberMemory`.
 
     Args:
         device: Of this member.

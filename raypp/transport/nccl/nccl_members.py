@@ -1,6 +1,6 @@
 """The members of a stage on GPUs: sums and exchanges by NCCL, on the current stream, so that graphs hold them.
 
-Small sums need no NCCL where GPUs reach each other, see `SharedMemory`. What hosts tell each other goes over another
+Small sums need no NCCL where GPUs reach each other, see `MemberMemory`. What hosts tell each other goes over another
 way, see `HostMembers`. NCCL adds an element's parts in one order and hands the result to all ranks, so its bits are the
 same on all members.
 """
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from raypp.errors import EngineDeadError
+from raypp.members import MemberMemory, Members
 from raypp.transport.gpu_access import CurrentStream
 from raypp.transport.nccl.communicator import Communicator
 from raypp.transport.rendezvous import Meeting
@@ -24,36 +25,18 @@ _SUM = 0
 _LEAVE_S = 5.0
 
 
-class HostMembers(Protocol):
-    """What processes of CPUs do."""
-
-    rank: int
-    count: int
+class HostMembers(Members, Protocol):
+    """What processes of CPUs do; it is made before they meet."""
 
     def open(self, meeting: Meeting, *, own_host: str, deadline_s: float) -> None: ...
-    def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor: ...
-    def abort(self) -> None: ...
-    def close(self) -> None: ...
 
 
-class SharedMemory(Protocol):
-    """What members write into by themselves; see `raypp.ops.members.MemberMemory`."""
-
-    addresses: torch.Tensor
-    counts: torch.Tensor
-    stop: torch.Tensor
-    max_bytes: int
-
-    def abort(self) -> None: ...
-    def close(self) -> None: ...
-
-
-OpenMemory = Callable[[torch.device, int, int, Meeting], SharedMemory | None]
+OpenMemory = Callable[[torch.device, int, int, Meeting], MemberMemory | None]
 """From device, rank, number of members and where they meet; None: the GPUs do not reach each other."""
 
 
 class NcclMembers:
-    """One process's; see `raypp.ops.members.Members`.
+    """One process's; see `raypp.members.Members`.
 
     It is made before the members meet, and they may meet again.
 
@@ -74,11 +57,11 @@ class NcclMembers:
         self._communicator: Communicator | None = None
         self._current: CurrentStream | None = None
         self._open_memory = open_memory
-        self._memory: SharedMemory | None = None
+        self._memory: MemberMemory | None = None
         self._is_building = False
 
     @property
-    def memory(self) -> SharedMemory | None:
+    def memory(self) -> MemberMemory | None:
         """Of small sums; None: there is none."""
         return self._memory
 

@@ -13,6 +13,7 @@ from shrunken_models import make_shrunken
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError
+from raypp.members import LoneMember
 from raypp.models import config as config_module
 from raypp.models.member_sizes import Member, span_of
 from raypp.models.registry import build_model
@@ -21,7 +22,6 @@ from raypp.models.transformers_members import Cut, ModuleParts, Piece, parts_of
 from raypp.models.transformers_model import empty_model, layers_of
 from raypp.models.transformers_probe import answer
 from raypp.models.weights import CheckpointWeights
-from raypp.ops.members import LoneMember
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine

@@ -1,4 +1,4 @@
-"""The members of a stage as operations see them: sums, exchanges, and what the first one decides."""
+"""The members of a stage, as one of them sees them: sums, exchanges, and what the first one decides."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ class MemberMemory(Protocol):
     """Int32 [1], on the device: not 0 ends all waits."""
     max_bytes: int
     """The largest tensor that is summed there."""
+
+    def abort(self) -> None:
+        """End all waits on the device, from any thread."""
+
+    def close(self) -> None:
+        """Release it; from the thread that used it."""
 
 
 class Members(Protocol):
