@@ -32,6 +32,7 @@ from raypp.ops.cuda.thresholds import (
     farthest_of_vector,
     load_logits,
     logits_of,
+    reaching_blocks,
     scale_of,
     sortable_of,
     value_of,
@@ -419,13 +420,6 @@ def _survey(
             tl.store(total_weights + row, tl.full((), 0, tl.int64))
 
 
-@triton.jit
-def reaching_blocks(of_blocks, token, num_logits, row_highest, scale, farthest, BLOCK: tl.constexpr):
-    """Return for each token whether any of its block is that near: logits of others need not be read."""
-    block_highest = tl.load(of_blocks + token // BLOCK, mask=token < num_logits, other=-float("inf"))
-    return distances(block_highest, row_highest, scale) <= farthest
-
-
 @triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=_BY_ROW)
 def _gather(
     logits,
@@ -696,20 +690,9 @@ def _search(
             farthest = tl.minimum(farthest, of_p)
         key = key_of(seeds, positions, row, of)
         least_weight = tl.load(min_p + of).to(tl.float64) * MOST
+        of_blocks, size = block_highest + row * NUM_BLOCKS, vocab_size
         _value, token = best_draw(
-            of_row,
-            block_highest + row * NUM_BLOCKS,
-            is_truncated,
-            0,
-            vocab_size,
-            vocab_size,
-            0,
-            row_highest,
-            row_temperature,
-            farthest,
-            least_weight,
-            key,
-            TILE,
-            BLOCK,
-        )
+            of_row, of_blocks, is_truncated, 0, size, size, 0, row_highest, row_temperature, farthest, least_weight,
+            key, TILE, BLOCK,
+        )  # fmt: skip
         _store_token(tokens, row, token, vocab_size)

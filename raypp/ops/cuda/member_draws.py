@@ -27,14 +27,13 @@ from raypp.ops.cuda.draw_kernels import (
     best_of_parts,
     better,
     key_of,
-    reaching_blocks,
     store_best,
     store_pair,
     truncation_of,
 )
 from raypp.ops.cuda.kernel_launch import Device, Workspace, start
 from raypp.ops.cuda.member_sums import PushedSums
-from raypp.ops.cuda.thresholds import distances, load_logits, logits_of, scale_of, weights
+from raypp.ops.cuda.thresholds import distances, load_logits, logits_of, reaching_blocks, scale_of, weights
 from raypp.ops.sample.draw_sizes import DIGIT_BITS, NUM_DIGITS
 from raypp.ops.sample.tables import AdjustedLogits, RowTables
 from raypp.ops.sample.vocabulary_part import VocabularyPart
