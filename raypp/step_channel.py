@@ -280,6 +280,8 @@ class StageChannel:
                     got=f"no connection to {address} within {timeout_s:.1f} s",
                     hint="the driver is gone or frozen, or its address cannot be reached from here",
                 )
+        for socket in (self._plans, self._results):
+            socket.disable_monitor()
 
     @property
     def silence_s(self) -> float:

@@ -201,8 +201,8 @@ class SpeculativeSection(Section):
     num_speculative_tokens: int | None = Field(default=None, ge=1, le=16)
     """Drafts per row and step, always. None: chosen for each cohort from `draft_ladder`, by how many are accepted."""
     draft_ladder: list[int] | None = Field(default=None, min_length=1)
-    """The numbers of drafts to choose from, ascending; at most 16. Every one costs CUDA graphs of its own, and a head
-    always drafts as many as the last. None: 0, 2, 4, 8 for n-grams, 0, 2, 4 for heads."""
+    """The numbers of drafts to choose from, ascending; at most 16. Every one costs CUDA graphs of its own. None: 0, 2,
+    4, 8 for n-grams, 0, 2, 4 for heads."""
     min_n: int = Field(default=2, ge=1, le=15)
     """The shortest run of tokens that counts as an occurrence."""
     max_n: int = Field(default=5, ge=1, le=15)

@@ -26,7 +26,14 @@ from raypp.plan.engine_layout import EngineLayout, lay_out
 from raypp.plan.graph_plan import describe_graphs, graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware
 from raypp.plan.layer_partition import stage_costs
-from raypp.plan.speculation_plan import check_host_memory, draft_cost, draft_policy, resolved_speculation, table_bytes
+from raypp.plan.speculation_plan import (
+    check_host_memory,
+    draft_cost,
+    draft_policy,
+    resolved_speculation,
+    table_bytes,
+    usual_proposals,
+)
 from raypp.plan.stage_memory import (
     block_mix,
     check_cpu_memory,
@@ -139,7 +146,7 @@ class EnginePlan(EngineLayout):
         """What a draft head reads for a step's drafts."""
         if self.draft_head is None:
             return 0
-        return int(self.draft_head.config.drafting_bytes(self.config.speculative.max_drafts, self.dtype_bytes))
+        return int(self.draft_head.config.drafting_bytes(usual_proposals(self.config), self.dtype_bytes))
 
     @property
     def min_prefill_chunk_tokens(self) -> int:

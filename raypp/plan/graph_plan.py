@@ -106,6 +106,9 @@ def _graph_bytes(sizes: StepSizes, config: EngineConfig, model: ModelConfig, dty
     num_layers = math.ceil(model.num_layers / config.parallel.num_stages)
     graphs = len(sizes.piecewise) * (num_layers + 1) * _PIECE_BYTES
     graphs += len(sizes.full) * (_BODY_BYTES + _NUM_TAILS * _TAIL_BYTES)
+    if config.speculative.uses_head:  # what follows a step of each size, and proposals: none, one, and each K
+        num_proposals = len({size.num_rows for size in sizes.full}) * len({0, 1, *config.speculative.ladder})
+        graphs += (len(sizes.full) + num_proposals) * _TAIL_BYTES
     most_pieces = max(sizes.piecewise, default=0)
     most_full = max((size.num_tokens for size in sizes.full), default=0)
     attention = qkv_width(model)

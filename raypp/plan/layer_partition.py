@@ -20,8 +20,8 @@ from raypp.models.sizes import kv_bytes_per_token, layer_sizes, state_bytes_per_
 from raypp.plan.cost_model import DECODE_ROWS, StepCosts, estimated_costs
 from raypp.plan.graph_plan import max_step_rows
 from raypp.plan.hardware import StageGpus
+from raypp.plan.speculation_plan import usual_proposals
 from raypp.plan.stage_memory import StageMemory, block_mix, num_snapshots, num_state_rows
-from raypp.scheduler.drafts import SHADOW_SHARE
 
 _ROUNDING = 1e-9  # sums of costs that are equal on paper
 _MORE = 0.02
@@ -144,9 +144,7 @@ def costs_of(
         kv_dtype_bytes: See there.
     """
     num_rows = num_rows or min(DECODE_ROWS, max_step_rows(config))
-    num_proposed = 0.0 if head is None else float(config.speculative.max_drafts)
-    if num_proposed and config.speculative.num_speculative_tokens is None:
-        num_proposed = SHADOW_SHARE  # while all stages are busy; one request waits for their sum
+    num_proposed = usual_proposals(config)
     costs = {
         gpu: estimated_costs(
             model,

@@ -20,6 +20,7 @@ import torch
 
 from raypp.config.engine_config import EngineConfig
 from raypp.config.sections import SpeculativeSection
+from raypp.errors import ConfigError
 from raypp.members import LoneMember
 from raypp.messages import BlockGroup, StepPlan, StepResult
 from raypp.models.config import ModelConfig
@@ -102,7 +103,16 @@ def measure_costs(
         context_len: Tokens of each row.
         params: How rows are sampled.
         num_prompt_tokens: Of the prompt that each step computes besides; 0: it only decodes.
+
+    Raises:
+        ConfigError: layers depend on others.
     """
+    if len(plan.model.stage_begins) < plan.model.num_layers:
+        raise ConfigError(
+            "layers that share keys and values are not measured",
+            got=plan.model.architecture,
+            hint="its default partition is by estimated times; `raypp info` shows it",
+        )
     sizes = layer_sizes(plan.held_model, plan.dtype_bytes)
     of_layers = [(type(mixer), size) for mixer, size in zip(plan.held_model.attention, sizes, strict=True)]
     kinds = {

@@ -18,7 +18,7 @@ from raypp.models.registry import resolve_draft_head_path
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes, total_reads
 from raypp.plan.cost_model import FREE_STEP_TOKENS, step_duration
 from raypp.plan.hardware import Hardware
-from raypp.scheduler.drafts import AdaptiveDrafts, DraftPolicy, FixedDrafts
+from raypp.scheduler.drafts import SHADOW_SHARE, AdaptiveDrafts, DraftPolicy, FixedDrafts
 from raypp.scheduler.step_budget import RooflineCost
 from raypp.specdec.table_bytes import row_tokens_width, token_table_bytes, widest_window
 from raypp.stage.stage_spec import NUM_PADDING_ROWS, DraftHeadSpec
@@ -150,6 +150,14 @@ def draft_head_bytes(head: DraftHeadConfig, model: ModelConfig, num_stages: int,
     if head.has_embedding or is_whole:
         return own
     return own + embedding_bytes(replace(model, num_members=1), dtype_bytes)
+
+
+def usual_proposals(config: EngineConfig) -> float:
+    """Return how many drafts a head makes for a row of a step while all stages are busy; 0: no head drafts."""
+    given = config.speculative
+    if not given.uses_head:
+        return 0.0
+    return SHADOW_SHARE if given.num_speculative_tokens is None else float(given.num_speculative_tokens)
 
 
 def draft_head_spec(

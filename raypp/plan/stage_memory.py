@@ -38,8 +38,8 @@ _SAMPLER_ROW_BYTES = 4 * MAX_END_TOKENS + (4 + 4) * MAX_BIASED_TOKENS + 4 * MAX_
 _SAMPLER_BITS = 32 + 8 + 1  # by row and token: how often it was generated; whether it is in the prompt, and allowed
 _REPORT_BYTES = 16  # per logit while a step reports log-probabilities: copies, and what torch makes on the way
 _STAGED_BYTES = 32 << 20
-_INPUT_COPIES = 8  # of the inputs of all layers, while the first stage makes them: products, norms in 32 bits
 """What a GPU holds of blocks on their way: enough for a link of 60 GB/s to be busy half a millisecond."""
+_INPUT_COPIES = 8  # of the inputs of all layers, while the first stage makes them: products, norms in 32 bits
 _BYTES_PER_PLAN = 256 << 20
 """What a stage's plan may bring back beside others' steps: 5 ms of that link, about a decode step of an 8B model, and
 mostly beside the steps before."""

@@ -34,7 +34,7 @@ MAX_CHAT = (70, 720)  # on a busy machine some 50 functions more run than on an 
 
 # Statements, docstrings aside. Aims: 26,300 in raypp, 2,100 in serve_app. A larger budget is a decision: say why.
 MAX_STATEMENTS = {
-    "raypp": 1_353,  # modules of no package; requests, the members' protocol, a start that waits for zmq
+    "raypp": 1_355,  # modules of no package; requests, the members' protocol, a start that waits for zmq
     "raypp/actors": 1_969,  # what must be the same on all nodes, and joins them; stages lie where they were planned for
     "raypp/api": 2_337,  # tekken.json
     "raypp/batch_job": 853,
@@ -48,7 +48,7 @@ MAX_STATEMENTS = {
     "raypp/openai_api": 2_707,  # with calls of GLM, MiniMax and Gemma; what templates of gpt-oss and Llama take
     "raypp/ops": 7_082,  # caches, states, latents, routers, twice; members' sums, draws (270); invariant sums: 375
     "raypp/pictures": 717,  # two rules of sizes
-    "raypp/plan": 1_755,  # numbers of stages and members are compared; GPUs, latents and edges count as what they are
+    "raypp/plan": 1_764,  # numbers of stages and members are compared; GPUs, latents and edges count as what they are
     "raypp/scheduler": 1_850,  # with caches and attention by layer; images that no chunk cuts
     "raypp/specdec": 227,
     "raypp/stage": 2_470,  # wider streams; which experts of a checkpoint are other members'

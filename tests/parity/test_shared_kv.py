@@ -24,6 +24,7 @@ from raypp.models.transformers_probe import answer
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.fit import describe_layers
 from raypp.plan.hardware import Hardware
+from raypp.plan.measure import measure_costs
 from raypp.testing import LocalEngine, build_local_pipeline
 from raypp.testing.shrunken_model import save_random_model
 from raypp.testing.try_decoder import first_difference
@@ -121,6 +122,11 @@ def test_more_stages_than_possible_cuts_are_refused(path: Path) -> None:
     assert [stage.num_layers for stage in _plan(path, num_stages=3).stages] == [1, 1, 6]
     with pytest.raises(ConfigError, match=r"num_stages=4; expected: at most 3 stages, .* layers 1 to 2"):
         _plan(path, num_stages=4)
+
+
+def test_layers_that_share_are_not_measured(path: Path) -> None:
+    with pytest.raises(ConfigError, match="layers that share keys and values are not measured; got: .*Gemma4"):
+        measure_costs(_plan(path, num_stages=2), num_rows=1, context_len=8, params=SamplingParams(max_tokens=1))
 
 
 def test_gemma_3n_is_refused(tmp_path: Path) -> None:
