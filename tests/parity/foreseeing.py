@@ -36,7 +36,7 @@ class Foreseeing:
     def follow(self, tokens: StepTokens, hidden: StepHidden) -> Followed:
         return ()
 
-    def propose(self, tokens: StepTokens, followed: Followed, max_length: int) -> Drafts:
+    def propose(self, tokens: StepTokens, followed: Followed, max_length: int, most: int) -> Drafts:
         drafts = []
         for row, length in zip(tokens.rows.tolist(), tokens.lengths.tolist(), strict=True):
             places = torch.arange(length - self._NUM_READ, length) % self._table.shape[1]

@@ -125,7 +125,7 @@ def test_more_stages_than_possible_cuts_are_refused(path: Path) -> None:
 
 
 def test_layers_that_share_are_not_measured(path: Path) -> None:
-    with pytest.raises(ConfigError, match="layers that share keys and values are not measured; got: .*Gemma4"):
+    with pytest.raises(ConfigError, match=r"layers that share keys and values are not measured; got: .*Gemma4"):
         measure_costs(_plan(path, num_stages=2), num_rows=1, context_len=8, params=SamplingParams(max_tokens=1))
 
 

@@ -81,19 +81,19 @@ class Tuning:
         outputs: Of a program.
         inputs: Of a piece of the weight that is asked for at once.
         num_splits: Programs that share K; only with more than few rows and no gate.
-        num_turns: Parts of K that each of them sums one after the other, in the order in which others' are added.
         num_warps: Of a program.
         num_stages: Pieces under way from memory.
         least_rows: Of a tile. Hopper's tensor cores multiply fewer than 16 rows by other instructions than more.
+        num_turns: Parts of K that a program sums one after the other, in the order in which programs' are added.
     """
 
     outputs: int
     inputs: int
     num_splits: int = 1
-    num_turns: int = 1
     num_warps: int = 4
     num_stages: int = 3
     least_rows: int = 8
+    num_turns: int = 1
 
 
 def partial_floats(num_rows: int, product: Product, tuning: Tuning) -> int:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from raypp.actors import stage_pool
+from raypp.actors import deadline, stage_pool
 from raypp.actors.placement import BundlePlace, Placement
 from raypp.actors.processes import ActorProcess
 from raypp.actors.stage_pool import StagePool
@@ -41,7 +41,8 @@ class FakeRay:
         self.exceptions = SimpleNamespace(RayError=RuntimeError)
         self.stopped: list[str] = []
         monkeypatch.setattr(stage_pool, "_is_stopped", lambda pooled: pooled.process in self.stopped)
-        monkeypatch.setattr(stage_pool, "ray", self)
+        for module in (deadline, stage_pool):
+            monkeypatch.setattr(module, "ray", self)
         monkeypatch.setattr(stage_pool, "_make_actor", self.make)
         monkeypatch.setattr(stage_pool, "alive_nodes", lambda: [SimpleNamespace(node_id=n) for n in self.nodes])
         monkeypatch.setattr(stage_pool, "end_processes", lambda processes, *_: self.ended.extend(processes))
