@@ -139,9 +139,7 @@ def make_gemma3_checkpoint(seed: int, directory: Path, *, like: Path | None = No
     )
     marks = {"image_token_index": IMAGE, "boi_token_index": VISION_START, "eoi_token_index": VISION_END}
     vocab_size, eos_token_id = rng.choice((160, 256)), 1
-    if like is not None:
-        theirs = json.loads((like / "config.json").read_text())
-        marks, vocab_size = {name: theirs[name] for name in marks}, theirs["text_config"]["vocab_size"]
+    marks, vocab_size = _tokens_of(like, marks, vocab_size)
     config = transformers.Gemma3Config(
         text_config={
             "vocab_size": vocab_size,
@@ -193,10 +191,8 @@ def make_gemma4_checkpoint(seed: int, directory: Path, *, like: Path | None = No
     """Write a random Gemma 4 with its tower to `directory` and return it. Arguments as for Gemma 3."""
     rng = random.Random(f"gemma4-{seed}")
     num_layers, vision_heads, vision_dim = rng.randint(2, 5), rng.choice((1, 2)), rng.choice((16, 24))
-    marks, vocab_size = {"image_token_id": IMAGE, "boi_token_id": VISION_START, "eoi_token_id": VISION_END}, 256
-    if like is not None:
-        theirs = json.loads((like / "config.json").read_text())
-        marks, vocab_size = {name: theirs[name] for name in marks}, theirs["text_config"]["vocab_size"]
+    marks = {"image_token_id": IMAGE, "boi_token_id": VISION_START, "eoi_token_id": VISION_END}
+    marks, vocab_size = _tokens_of(like, marks, 256)
     config = transformers.Gemma4Config(
         text_config={
             "vocab_size": vocab_size,
@@ -246,6 +242,14 @@ def make_gemma4_checkpoint(seed: int, directory: Path, *, like: Path | None = No
     images = {"image_processor": {"max_soft_tokens": (5, 8, 11)[seed % 3], "do_normalize": False, "resample": 3}}
     (directory / "processor_config.json").write_text(json.dumps(images))
     return directory
+
+
+def _tokens_of(like: Path | None, marks: dict[str, int], vocab_size: int) -> tuple[dict[str, int], int]:
+    """Return what marks images, and the size of the vocabulary: those of a checkpoint with a tokenizer, or as given."""
+    if like is None:
+        return marks, vocab_size
+    theirs = json.loads((like / "config.json").read_text())
+    return {name: theirs[name] for name in marks}, theirs["text_config"]["vocab_size"]
 
 
 def _copy_tokenizer(like: Path | None, directory: Path) -> None:
@@ -396,6 +400,11 @@ class PromptMaker:
     def image(self, index: int) -> Image.Image:
         """Return a picture of one of the sizes; the same number twice is the same one if the size is."""
         return picture(100 * self._seed + index, *self._rng.choice(self._sizes))
+
+    def usual_layouts(self) -> list[list[Any]]:
+        """Return a picture and text, pictures within text, and text alone."""
+        text, image = self.text, self.image
+        return [[image(0), text(1, 6)], [text(1, 8), image(1), text(0, 4), image(2), text(1, 4)], [text(5, 30)]]
 
     def prompts(self, path: Path, layouts: Sequence[Sequence[Any]]) -> list[tuple[list[int], PromptItems | None]]:
         """Return a prompt for each layout, of texts, pictures and lists of frames."""

@@ -110,9 +110,7 @@ def _prompts(path, seed, vocab_size):
     maker = PromptMaker(seed, vocab_size, SIZES)
     text, image = maker.text, maker.image
     layouts = [
-        [image(0), text(1, 6)],
-        [text(1, 8), image(1), text(0, 4), image(2), text(1, 4)],
-        [text(5, 30)],
+        *maker.usual_layouts(),
         [text(2, 4), image(3), image(4), image(5), text(1, 9)],
         [text(1, 5), [picture(7, 40, 30) for _ in range(1 + seed % 4)], text(1, 5)],
         [text(20, 40)],
