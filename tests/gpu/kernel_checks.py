@@ -37,7 +37,7 @@ from raypp.ops.cuda.invariant_attention import InvariantAttention
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.product_tuning import MAX_ROWS, MAX_ROWS_IN_8_BITS, input_type_in_8_bits
-from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, fold_norm, project
+from raypp.ops.cuda.projection import FEW_ROWS, HELD_INPUTS, Product, Tuning, fold_norm, project
 from raypp.ops.cuda.router_kernels import Routed, arrange, most_tiles, route
 from raypp.ops.cuda.row_inputs_kernel import row_inputs as row_inputs_kernel
 from raypp.ops.cuda.token_quantization import TokenNorm, quantize_tokens
@@ -753,9 +753,13 @@ def check_projection(
     got = project(x, product, residual, tuning, kernels.device, kernels.workspace, dtype)
     kernels.assert_close(got, expected, 4)
     assert torch.equal(got, project(x, product, residual, tuning, kernels.device, kernels.workspace, dtype))
-    if tuning.num_splits > 1:  # one program sums the same parts in the same order
-        in_turn = replace(tuning, num_splits=1, num_turns=tuning.num_splits)
-        assert torch.equal(got, project(x, product, residual, in_turn, kernels.device, kernels.workspace, dtype))
+    if tuning.inputs == HELD_INPUTS and num_rows > FEW_ROWS:  # programs of many rows sum in the same order
+        for inputs in (HELD_INPUTS, HELD_INPUTS // 2):
+            in_turn = replace(tuning, num_splits=1, num_turns=tuning.num_splits, inputs=inputs)
+            summed = project(x, product, residual, in_turn, kernels.device, kernels.workspace, dtype)
+            if inputs == HELD_INPUTS or torch.cuda.is_available():  # tensor cores add 16 inputs after the other
+                assert torch.equal(got, summed)
+            kernels.assert_close(summed, expected, 4)
     assert not kernels.workspace.counters.any()
 
 

@@ -30,7 +30,7 @@ from raypp.ops.cuda.heads import rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.latent_attention import CudaLatentAttention, LatentLayerAttention
 from raypp.ops.cuda.member_sums import PushedSums
-from raypp.ops.cuda.product_tuning import MAX_ROWS, OwnProduct, input_type_in_8_bits, most_split_rows, own_product
+from raypp.ops.cuda.product_tuning import MAX_ROWS, OwnProduct, input_type_in_8_bits, own_product
 from raypp.ops.cuda.projection import Product, fold_norm, partial_floats, project
 from raypp.ops.cuda.quantized_projection import (
     Fp8Projection,
@@ -347,8 +347,7 @@ class CudaProjection:
         self._is_in_8_bits = in_8_bits is not None
         self._is_float32 = is_float32
         self._own: dict[int, OwnProduct] = {}
-        most = (most_split_rows(product),) if device.is_invariant else ()
-        for num_rows in (*range(1, MAX_ROWS + 1), *most):
+        for num_rows in range(1, MAX_ROWS + 1):
             own = own_product(num_rows, in_8_bits or product, device)
             if own is not None:
                 self._own[num_rows] = own

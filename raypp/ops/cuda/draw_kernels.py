@@ -32,7 +32,6 @@ from raypp.ops.cuda.thresholds import (
     farthest_of_vector,
     load_logits,
     logits_of,
-    reaching_blocks,
     scale_of,
     sortable_of,
     value_of,
@@ -146,12 +145,12 @@ class TokenChooser:
         sizes = (vocab_size, part // TILE)
         launch = self._launch_options(logits)
         _gather[(num_rows, num_parts)](
-            *given, tables.seed, positions, tokens, *between, *parts, *sizes, ROOM=ROOM, **self._blocks(), **launch
+            *given, tables.seed, positions, tokens, *between, *parts, *sizes, TILE=TILE, ROOM=ROOM, **launch
         )
         by_row = (*given, tables.seed, positions, tokens, *between, vocab_size)
         rooms = {"ROOM": ROOM, "FEW": _FEW}
         _finish[(num_rows,)](*by_row, **rooms, **launch)
-        launch |= self._blocks() | {"TILE": _SEARCHED_TILE, "num_warps": 32}
+        launch |= {"TILE": _SEARCHED_TILE, "num_warps": 32}
         _search[(num_rows,)](*by_row, **rooms, **launch)
         return tokens
 
@@ -172,7 +171,7 @@ class TokenChooser:
         """Find the best token of each row, its logit and, if the row is truncated, a pivot."""
         num_rows, num_logits = logits.own.shape
         part, num_parts = self._parts(num_rows, num_logits)
-        blocks = self._blocks()
+        assert self._truncated is not None
         _survey[(num_rows, num_parts)](
             *given,
             tokens,
@@ -181,14 +180,12 @@ class TokenChooser:
             num_logits,
             part // TILE,
             vocab_size,
-            PADDED_BLOCKS=triton.next_power_of_2(blocks["NUM_BLOCKS"]),
-            **blocks,
+            TILE=TILE,
+            BLOCK=self._truncated.block,
+            NUM_BLOCKS=self._truncated.num_blocks,
+            PADDED_BLOCKS=triton.next_power_of_2(self._truncated.num_blocks),
             **self._launch_options(logits),
         )
-
-    def _blocks(self) -> dict[str, int]:
-        assert self._truncated is not None
-        return {"TILE": TILE, "BLOCK": self._truncated.block, "NUM_BLOCKS": self._truncated.num_blocks}
 
     def _launch_options(self, logits: AdjustedLogits) -> dict[str, Any]:
         overlaps, has_changed = self._device.has_dependent_launch, logits.is_changed is not None
@@ -446,8 +443,6 @@ def _gather(
     vocab_size,
     num_tiles,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
     ROOM: tl.constexpr,
     HAS_CHANGED: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -466,13 +461,11 @@ def _gather(
     if is_truncated & is_finite:
         pivot = distances(tl.load(pivots + row), row_highest, scale)
         weight = tl.full((TILE,), 0, tl.int64)
-        of_blocks = block_highest + row * NUM_BLOCKS
         for begin in range(first, last, TILE):
             token = begin + offset
-            is_read = reaching_blocks(of_blocks, token, vocab_size, row_highest, scale, pivot, BLOCK) | (row_k == 0)
-            value = load_logits(of_row, tl.where(is_read, token, vocab_size), vocab_size)
+            value = load_logits(of_row, token, vocab_size)
             distance = distances(value, row_highest, scale)
-            reaches = (distance <= pivot) & (token < vocab_size) & is_read
+            reaches = (distance <= pivot) & (token < vocab_size)
             num_reaching = tl.sum(reaches.to(tl.int32), 0)
             if num_reaching > 0:
                 place = tl.atomic_add(num_gathered + row, num_reaching)
@@ -506,8 +499,6 @@ def _gather(
 @triton.jit
 def best_draw(
     of_row,
-    of_blocks,
-    is_truncated,
     begins,
     ends,
     num_logits,
@@ -518,7 +509,6 @@ def best_draw(
     least_weight,
     key,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Return the draw from a row's logits between two places, with its value.
 
@@ -529,12 +519,9 @@ def best_draw(
     best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
     for begin in range(begins, ends, TILE):
         token = begin + tl.arange(0, TILE)
-        is_read = token < num_logits
-        if is_truncated:  # else nothing was noted of blocks
-            is_read &= reaching_blocks(of_blocks, token, num_logits, row_highest, scale, farthest, BLOCK)
-        logit = load_logits(of_row, tl.where(is_read, token, num_logits), num_logits)
+        logit = load_logits(of_row, token, num_logits)
         distance = distances(logit, row_highest, scale)
-        stays = (distance <= farthest) & is_read
+        stays = (distance <= farthest) & (token < num_logits)
         if least_weight > 0.0:
             stays &= weights(distance).to(tl.float64) >= least_weight
         if tl.max(stays.to(tl.int32), 0) > 0:
@@ -656,8 +643,6 @@ def _search(
     ROOM: tl.constexpr,
     FEW: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
     HAS_CHANGED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -690,9 +675,7 @@ def _search(
             farthest = tl.minimum(farthest, of_p)
         key = key_of(seeds, positions, row, of)
         least_weight = tl.load(min_p + of).to(tl.float64) * MOST
-        of_blocks, size = block_highest + row * NUM_BLOCKS, vocab_size
         _value, token = best_draw(
-            of_row, of_blocks, is_truncated, 0, size, size, 0, row_highest, row_temperature, farthest, least_weight,
-            key, TILE, BLOCK,
-        )  # fmt: skip
+            of_row, 0, vocab_size, vocab_size, 0, row_highest, row_temperature, farthest, least_weight, key, TILE
+        )
         _store_token(tokens, row, token, vocab_size)

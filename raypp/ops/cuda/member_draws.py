@@ -33,7 +33,7 @@ from raypp.ops.cuda.draw_kernels import (
 )
 from raypp.ops.cuda.kernel_launch import Device, Workspace, start
 from raypp.ops.cuda.member_sums import PushedSums
-from raypp.ops.cuda.thresholds import distances, load_logits, logits_of, reaching_blocks, scale_of, weights
+from raypp.ops.cuda.thresholds import distances, load_logits, logits_of, scale_of, weights
 from raypp.ops.sample.draw_sizes import DIGIT_BITS, NUM_DIGITS
 from raypp.ops.sample.tables import AdjustedLogits, RowTables
 from raypp.ops.sample.vocabulary_part import VocabularyPart
@@ -94,20 +94,19 @@ class MemberChooser(TokenChooser):
         states = torch.empty(2, 4, num_rows, dtype=torch.int64, device=at)
         of_part, num_parts = self._parts(num_rows, num_logits)
         sizes = (num_logits, of_part // TILE, num_rows, part.vocab_size)
-        blocks = between[2]
-        options = {"COUNT": part.members.count, **self._blocks(), **self._launch_options(logits)}
+        options = {"COUNT": part.members.count, "TILE": TILE, **self._launch_options(logits)}
         first = sums = added
         for step in range(_LAST.value):
             own, other = added[step & 1], added[1 - step & 1]
             by_digit = (found_by_all, first, sums, states)
-            _add_by_digit[(num_rows, num_parts)](*given, *by_digit, blocks, own, other, *sizes, step, **options)
+            _add_by_digit[(num_rows, num_parts)](*given, *by_digit, own, other, *sizes, step, **options)
             has_counts = step < _NUM_DIGITS.value
             sums = gathered((own if has_counts else own[1]).view(torch.int32)).view(torch.int64)
             first = sums if step == 0 else first
         pairs = self._pairs(num_rows)
         _draw_part[(num_rows, num_parts)](
             *given,
-            *(found_by_all, first, sums, states, blocks),
+            *(found_by_all, first, sums, states),
             *(tables.seed, positions, tokens, found, pairs),
             *self._results_of_parts(num_rows * num_parts),
             *sizes,
@@ -244,7 +243,6 @@ def _add_by_digit(
     first,
     sums,
     states,
-    block_highest,
     added,
     cleared,
     num_logits,
@@ -254,8 +252,6 @@ def _add_by_digit(
     step,
     COUNT: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
     HAS_CHANGED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -282,15 +278,11 @@ def _add_by_digit(
             if (step == 0) & (row_k > 0):
                 pivot = _highest_of(found + _padded_rows(num_rows), row, num_rows, COUNT)
                 farthest = distances(pivot, row_highest, scale)
-            farthest = tl.minimum(farthest, low + (_NUM_BINS << shift) - 1)
-            of_blocks = block_highest + row * NUM_BLOCKS
             for begin in range(begins, tl.minimum(begins + num_tiles * TILE, num_logits), TILE):
                 token = begin + tl.arange(0, TILE)
-                is_read = reaching_blocks(of_blocks, token, num_logits, row_highest, scale, farthest, BLOCK)
-                logit = load_logits(of_row, tl.where(is_read, token, num_logits), num_logits)
-                distance = distances(logit, row_highest, scale)
+                distance = distances(load_logits(of_row, token, num_logits), row_highest, scale)
                 digit = (distance - low) >> shift
-                inside = (token < num_logits) & is_read & (distance >= low) & (distance <= farthest)
+                inside = (token < num_logits) & (distance >= low) & (distance <= farthest) & (digit < _NUM_BINS)
                 num_inside = tl.sum(inside.to(tl.int32), 0)
                 if num_inside > 0:
                     bins = added + of_bins
@@ -324,7 +316,6 @@ def _draw_part(
     first,
     sums,
     states,
-    block_highest,
     seeds,
     positions,
     own_tokens,
@@ -340,8 +331,6 @@ def _draw_part(
     first_token,
     COUNT: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
     HAS_CHANGED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -361,8 +350,6 @@ def _draw_part(
         ends = tl.minimum(begins + num_tiles * TILE, num_logits)
         value, token = best_draw(
             of_row,
-            block_highest + row * NUM_BLOCKS,
-            is_truncated,
             begins,
             ends,
             num_logits,
@@ -373,7 +360,6 @@ def _draw_part(
             least_weight,
             key,
             TILE,
-            BLOCK,
         )
         is_last, value, token = best_of_parts(value, token, row, part_values, part_tokens, counters)
         if is_last:

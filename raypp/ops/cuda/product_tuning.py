@@ -13,7 +13,7 @@ import triton
 
 from raypp.ops.cuda.int4_products import Int4Product, Int4Tuning, int4_shared_bytes
 from raypp.ops.cuda.kernel_launch import Device
-from raypp.ops.cuda.projection import FEW_ROWS, MOST_TILE_ROWS, Product, Tuning, shared_bytes
+from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, shared_bytes
 
 MAX_ROWS = 64
 """With more rows, the library computes."""
@@ -36,9 +36,8 @@ _WHOLE_ROW_BYTES = 8 << 10  # the longest row of the weight that it loads as a w
 _MAX_SPLITS = 4
 _USUAL_PROCESSORS = 128
 """For which products are split whose splits depend on their sizes alone."""
-_WIDE_STRIP = 128
-_MOST_ROWS_OF_NARROW_STRIPS = 64
-"""With more rows, a program reads more of x than of the weight, which all programs read from the second-level cache."""
+_WIDE_PROGRAMS = 96
+"""Of 128 outputs and rows, which keep a GPU busy; with fewer, programs are smaller."""
 
 
 @dataclass(frozen=True)
@@ -84,29 +83,26 @@ def tune_invariant(num_rows: int, product: Product, device: Device) -> Tuning:
     """Return a cut that gives a row the same bits among any others: by tensor cores, along K by its sizes alone.
 
     Of 128 inputs at a time the first come last, so their number is part of the order, too. How many outputs and rows
-    a program has changes no sum, nor whether it sums all parts of K: it does where there are programs enough.
+    a program has changes no sum, nor whether it sums all parts of K itself, as those with many rows do.
     """
     inputs = min(128, product.weight.block[1]) if product.has_blocks else 128
-    num_strips = triton.cdiv(product.num_outputs, _WIDE_STRIP)
-    num_parts = min(_MAX_SPLITS, _USUAL_PROCESSORS // num_strips, product.num_inputs // (2 * inputs))
+    num_wide = triton.cdiv(product.num_outputs, 128)
+    num_parts = min(_MAX_SPLITS, _USUAL_PROCESSORS // num_wide, product.num_inputs // (2 * inputs))
     num_parts = 1 if product.is_gated else max(1, num_parts)
-    if num_rows <= _MOST_ROWS_OF_NARROW_STRIPS:
-        is_wide = product.is_gated and num_rows > 32
+    if num_rows <= 32 or (num_rows <= MAX_ROWS and not product.is_gated):
         num_stages = 2 if product.is_gated and num_rows <= 16 else 4  # two programs fit on a processor
-        tuning = Tuning(64, inputs, num_parts, num_warps=8 if is_wide else 4, num_stages=num_stages, least_rows=16)
-    else:
-        outputs = 64 if product.is_gated or product.has_blocks else _WIDE_STRIP  # what registers hold
-        tuning = Tuning(outputs, inputs, num_parts, num_warps=8, num_stages=4)
-        if num_rows > most_split_rows(product):
-            tuning = replace(tuning, num_splits=1, num_turns=num_parts)
-    stage_bytes = shared_bytes(num_rows, product, replace(tuning, num_stages=1))
-    most_stages = device.shared_bytes // stage_bytes - 1  # the first piece is kept besides
-    return replace(tuning, num_stages=max(1, min(tuning.num_stages, most_stages)))
-
-
-def most_split_rows(product: Product) -> int:
-    """Return up to how many rows `tune_invariant` has a program for each part of K."""
-    return int(max(1, (_USUAL_PROCESSORS - 1) // triton.cdiv(product.num_outputs, _WIDE_STRIP)) * MOST_TILE_ROWS)
+        tuning = Tuning(64, inputs, num_parts, num_stages=num_stages, least_rows=16)
+        most_stages = device.shared_bytes // shared_bytes(num_rows, product, replace(tuning, num_stages=1)) - 1
+        return replace(tuning, num_stages=max(1, min(tuning.num_stages, most_stages)))  # the first is kept besides
+    num_programs, is_in_16_bits = num_wide * triton.cdiv(num_rows, 128), product.weight.scale is None
+    tuning = Tuning(64, inputs, num_warps=8 if product.has_blocks else 4, num_stages=4, num_turns=num_parts)
+    if product.is_gated:
+        tuning = replace(tuning, inputs=64 if is_in_16_bits else inputs, num_stages=3)
+    if is_in_16_bits and num_programs >= (4 if product.is_gated else 1) * _WIDE_PROGRAMS:
+        tuning = replace(tuning, outputs=128, inputs=64, num_warps=8)
+    elif 2 * num_programs < _WIDE_PROGRAMS:
+        tuning = replace(tuning, most_rows=64)
+    return _fitting(tuning, num_rows, product, device)
 
 
 def choose_projection(num_rows: int, product: Product, device: Device) -> Tuning | None:

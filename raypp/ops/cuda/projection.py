@@ -33,8 +33,8 @@ from raypp.ops.weight import Weight
 FEW_ROWS = 2
 """Up to so many rows are multiplied element by element, and may be normalized in the same launch."""
 
-MOST_TILE_ROWS = 128
-"""Of a program of more."""
+HELD_INPUTS = 128
+"""Of each part of K, a program multiplies the first so many last: they are asked for before x is there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,9 @@ class Tuning:
         num_warps: Of a program.
         num_stages: Pieces under way from memory.
         least_rows: Of a tile. Hopper's tensor cores multiply fewer than 16 rows by other instructions than more.
-        num_turns: Parts of K that a program sums one after the other, in the order in which programs' are added.
+        num_turns: Parts of K that a program sums one after the other, as so many splits do with pieces of
+            `HELD_INPUTS`; 0: none. For many rows.
+        most_rows: Of a tile.
     """
 
     outputs: int
@@ -93,7 +95,8 @@ class Tuning:
     num_warps: int = 4
     num_stages: int = 3
     least_rows: int = 8
-    num_turns: int = 1
+    num_turns: int = 0
+    most_rows: int = 128
 
 
 def partial_floats(num_rows: int, product: Product, tuning: Tuning) -> int:
@@ -147,7 +150,7 @@ def project(
         "HAS_GATE": product.is_gated,
         "HAS_BIAS": product.bias is not None,
         "HAS_RESIDUAL": residual is not None,
-        "IS_EVEN": num_inputs % (tuning.inputs * tuning.num_splits * tuning.num_turns) == 0,
+        "IS_EVEN": num_inputs % (tuning.inputs * tuning.num_splits) == 0,
         "CLAMPS": scale is not None and (y.dtype == torch.float16 or y.element_size() == 1),
         "OVERLAPS": device.has_dependent_launch,
         "num_warps": tuning.num_warps,
@@ -181,28 +184,29 @@ def project(
     assert not product.has_blocks or (x_scale is not None and block_columns % tuning.inputs == 0)
     assert partial_floats(num_rows, product, tuning) <= workspace.floats.numel(), "not reserved"
     padded = _padded(num_rows, product, tuning)
-    _project_rows[(num_programs, tuning.num_splits, triton.cdiv(num_rows, padded))](
-        x,
-        x if x_scale is None else x_scale,
-        weight,
-        x if scale is None else scale,
-        *arguments,
-        workspace.floats,
-        workspace.counters,
-        num_rows,
-        1 if x_scale is None else x_scale.stride(0),
-        HAS_SCALE=scale is not None and not product.has_blocks,
-        HAS_X_SCALE=x_scale is not None and not product.has_blocks,
-        HAS_BLOCKS=product.has_blocks,
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLUMNS=block_columns if product.has_blocks else 1,
-        ROWS=padded,
-        OUTPUTS=tuning.outputs,
-        INPUTS=tuning.inputs,
-        SPLITS=tuning.num_splits,
-        TURNS=tuning.num_turns,
-        num_stages=tuning.num_stages,
-        **flags,
+    num_tiles = triton.cdiv(num_rows, padded)
+    flags |= {
+        "HAS_SCALE": scale is not None and not product.has_blocks,
+        "HAS_X_SCALE": x_scale is not None and not product.has_blocks,
+        "HAS_BLOCKS": product.has_blocks,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_COLUMNS": block_columns if product.has_blocks else 1,
+        "ROWS": padded,
+        "OUTPUTS": tuning.outputs,
+        "INPUTS": tuning.inputs,
+        "num_stages": tuning.num_stages,
+    }
+    read = (x, x if x_scale is None else x_scale, weight, x if scale is None else scale, *arguments)
+    x_scale_stride = 1 if x_scale is None else x_scale.stride(0)
+    if tuning.num_turns:
+        held = tuning.inputs if product.has_blocks else HELD_INPUTS
+        flags["IS_EVEN"] = num_inputs % (held * tuning.num_turns) == 0
+        _project_many[(num_programs * num_tiles,)](
+            *read, num_rows, x_scale_stride, TURNS=tuning.num_turns, HELD=held, TILES=8, **flags
+        )
+        return y
+    _project_rows[(num_programs, tuning.num_splits, num_tiles)](
+        *read, workspace.floats, workspace.counters, num_rows, x_scale_stride, SPLITS=tuning.num_splits, **flags
     )
     return y
 
@@ -210,7 +214,7 @@ def project(
 def _padded(num_rows: int, product: Product, tuning: Tuning) -> int:
     """Return the rows of a tile: the smallest number that tensor cores take of this type, or more."""
     least = tuning.least_rows if product.weight.scale is None else 16
-    return min(MOST_TILE_ROWS, max(least, int(triton.next_power_of_2(num_rows))))
+    return min(tuning.most_rows, max(least, int(triton.next_power_of_2(num_rows))))
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # one kernel for all that fit a tile
@@ -243,7 +247,6 @@ def _project_rows(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
-    TURNS: tl.constexpr,
 ):
     strip, split = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -255,12 +258,139 @@ def _project_rows(
     cell = real.to(tl.int64)[:, None] * num_inputs + column[None, :]
     up_offset = num_outputs.to(tl.int64) * num_inputs
     x_cell = row.to(tl.int64)[:, None] * num_inputs + column[None, :]
+    split_inputs = tl.cdiv(tl.cdiv(num_inputs, INPUTS), SPLITS) * INPUTS
+    first = split * split_inputs
+    last = tl.minimum(first + split_inputs, num_inputs)
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    up_total = total
+    inside = (first + column < last)[None, :]
+    first_piece = load(weight + cell + first, inside, IS_EVEN)
+    first_up_piece = first_piece
+    addend = load_vector(bias, output, num_outputs, HAS_BIAS)
+    up_addend = addend
+    factor = load_scale(weight_scale, output, num_outputs, HAS_SCALE)
+    up_factor = factor
+    if HAS_GATE:
+        first_up_piece = load(weight + up_offset + cell + first, inside, IS_EVEN)
+        up_addend = load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
+        up_factor = load_scale(weight_scale, num_outputs + output, 2 * num_outputs, HAS_SCALE)
+    start(OVERLAPS)
+    first_value = tl.load(x + x_cell + first, mask=is_row if IS_EVEN else is_row & inside, other=0.0)
+    x_factor = tl.full((ROWS,), 1.0, tl.float32)
+    if HAS_X_SCALE:
+        x_factor = tl.load(x_scale + real_row)
     y_cell = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
     in_y = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
+    before = tl.zeros((ROWS, OUTPUTS), tl.float32)
     EARLY: tl.constexpr = (32 if HAS_BLOCKS else 64) >= ROWS
-    part_inputs = tl.cdiv(tl.cdiv(num_inputs, INPUTS), SPLITS * TURNS) * INPUTS
-    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    up_sums = sums
+    if HAS_RESIDUAL and EARLY:  # now, not at the end, so that its latency is hidden, if registers hold it
+        before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
+    if HAS_BLOCKS:
+        # Scales are loaded one piece ahead here: the compiler does that for the pieces alone.
+        num_blocks = tl.cdiv(num_inputs, BLOCK_COLUMNS)
+        x_scales, scales = x_scale + real_row, weight_scale + real // BLOCK_ROWS * num_blocks
+        up_scales = weight_scale + (num_outputs + real) // BLOCK_ROWS * num_blocks
+        last_block = num_blocks - 1
+        block = tl.minimum(first // BLOCK_COLUMNS, last_block)
+        first_by_row, first_by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
+        first_by_up = first_by_output
+        block = tl.minimum((first + INPUTS) // BLOCK_COLUMNS, last_block)
+        by_row, by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
+        by_up = by_output
+        if HAS_GATE:
+            first_by_up = tl.load(up_scales + tl.minimum(first // BLOCK_COLUMNS, last_block))
+            by_up = tl.load(up_scales + tl.minimum((first + INPUTS) // BLOCK_COLUMNS, last_block))
+    for begin in range(first + INPUTS, last, INPUTS):
+        inside = (begin + column < last)[None, :]
+        value = tl.load(x + x_cell + begin, mask=is_row if IS_EVEN else is_row & inside, other=0.0)
+        piece = load(weight + cell + begin, inside, IS_EVEN)
+        fence_shared(OVERLAPS)
+        if HAS_BLOCKS:
+            block = tl.minimum((begin + INPUTS) // BLOCK_COLUMNS, last_block)
+            next_by_row, next_by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
+            total += tl.dot(piece, tl.trans(value)) * (by_output.to(tl.float32)[:, None] * by_row[None, :])
+            by_output = next_by_output
+        else:
+            total = tl.dot(piece, tl.trans(value), total)
+        if HAS_GATE:
+            up_piece = load(weight + up_offset + cell + begin, inside, IS_EVEN)
+            if HAS_BLOCKS:
+                next_by_up = tl.load(up_scales + block)
+                up_total += tl.dot(up_piece, tl.trans(value)) * (by_up.to(tl.float32)[:, None] * by_row[None, :])
+                by_up = next_by_up
+            else:
+                up_total = tl.dot(up_piece, tl.trans(value), up_total)
+        if HAS_BLOCKS:
+            by_row = next_by_row
+    if HAS_BLOCKS:
+        by_cell = first_by_output.to(tl.float32)[:, None] * first_by_row[None, :]
+        total += tl.dot(first_piece, tl.trans(first_value)) * by_cell
+        if HAS_GATE:
+            by_cell = first_by_up.to(tl.float32)[:, None] * first_by_row[None, :]
+            up_total += tl.dot(first_up_piece, tl.trans(first_value)) * by_cell
+    else:
+        total = tl.dot(first_piece, tl.trans(first_value), total)
+        if HAS_GATE:
+            up_total = tl.dot(first_up_piece, tl.trans(first_value), up_total)
+    if HAS_GATE:
+        totals, is_last = sums_of_splits((tl.trans(total), tl.trans(up_total)), partial, counters, SPLITS)
+    else:
+        totals, is_last = sums_of_splits((tl.trans(total),), partial, counters, SPLITS)
+    if is_last:
+        if HAS_RESIDUAL and not EARLY:
+            before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
+        result = totals[0] * (x_factor[:, None] * factor[None, :]) + addend[None, :]
+        if HAS_GATE:
+            result = silu(result) * (totals[1] * (x_factor[:, None] * up_factor[None, :]) + up_addend[None, :])
+        tl.store(y + y_cell, as_stored(result + before, y, CLAMPS), mask=in_y)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _project_many(
+    x,
+    x_scale,
+    weight,
+    weight_scale,
+    bias,
+    residual,
+    y,
+    num_outputs,
+    num_inputs,
+    num_rows,
+    x_scale_stride,
+    HAS_SCALE: tl.constexpr,
+    HAS_X_SCALE: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    CLAMPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    TURNS: tl.constexpr,
+    HELD: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Sum as `_project_rows` with TURNS splits of pieces of HELD inputs: each part's first HELD come last.
+
+    Programs of TILES tiles of rows follow each other, strip by strip, so that a strip comes from memory once.
+    """
+    num_strips, num_tiles = tl.cdiv(num_outputs, OUTPUTS), tl.cdiv(num_rows, ROWS)
+    first_tile = tl.program_id(0) // (TILES * num_strips) * TILES
+    among, height = tl.program_id(0) % (TILES * num_strips), tl.minimum(num_tiles - first_tile, TILES)
+    row = (first_tile + among % height) * ROWS + tl.arange(0, ROWS)
+    output = among // height * OUTPUTS + tl.arange(0, OUTPUTS)
+    column = tl.arange(0, INPUTS)
+    # Past the end, rows and outputs are computed again, and not stored.
+    real, real_row = tl.minimum(output, num_outputs - 1), tl.minimum(row, num_rows - 1)
+    cell = real.to(tl.int64)[:, None] * num_inputs + column[None, :]
+    up_offset = num_outputs.to(tl.int64) * num_inputs
+    x_cell = real_row.to(tl.int64)[:, None] * num_inputs + column[None, :]
     addend = load_vector(bias, output, num_outputs, HAS_BIAS)
     up_addend = addend
     factor = load_scale(weight_scale, output, num_outputs, HAS_SCALE)
@@ -268,49 +398,33 @@ def _project_rows(
     if HAS_GATE:
         up_addend = load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
         up_factor = load_scale(weight_scale, num_outputs + output, 2 * num_outputs, HAS_SCALE)
-    before = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    start(OVERLAPS)
     x_factor = tl.full((ROWS,), 1.0, tl.float32)
-    if TURNS > 1:
-        start(OVERLAPS)
+    if HAS_X_SCALE:
+        x_factor = tl.load(x_scale + real_row)
+    num_blocks = tl.cdiv(num_inputs, BLOCK_COLUMNS)
+    x_scales, scales = x_scale + real_row, weight_scale + real // BLOCK_ROWS * num_blocks
+    up_scales = weight_scale + (num_outputs + real) // BLOCK_ROWS * num_blocks
+    part_inputs = tl.cdiv(tl.cdiv(num_inputs, HELD), TURNS) * HELD
+    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    up_sums = sums
     for turn in range(TURNS):
-        first = (split * TURNS + turn) * part_inputs
-        last = tl.minimum(first + part_inputs, num_inputs)
+        first = turn * part_inputs
+        length = tl.cdiv(tl.minimum(part_inputs, num_inputs - first), HELD) * HELD
+        begin = first + _place(0, length, HELD)
         total = tl.zeros((OUTPUTS, ROWS), tl.float32)
         up_total = total
-        inside = (first + column < last)[None, :]
-        first_piece = load(weight + cell + first, inside, IS_EVEN)
-        first_up_piece = first_piece
-        if HAS_GATE:
-            first_up_piece = load(weight + up_offset + cell + first, inside, IS_EVEN)
-        if TURNS == 1:
-            start(OVERLAPS)
-        first_value = tl.load(x + x_cell + first, mask=is_row if IS_EVEN else is_row & inside, other=0.0)
-        if HAS_X_SCALE:
-            x_factor = tl.load(x_scale + real_row)
-        if HAS_RESIDUAL and EARLY:  # now, not at the end, so that its latency is hidden, if registers hold it
-            before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
-        if HAS_BLOCKS:
-            # Scales are loaded one piece ahead here: the compiler does that for the pieces alone.
-            num_blocks = tl.cdiv(num_inputs, BLOCK_COLUMNS)
-            x_scales, scales = x_scale + real_row, weight_scale + real // BLOCK_ROWS * num_blocks
-            up_scales = weight_scale + (num_outputs + real) // BLOCK_ROWS * num_blocks
-            last_block = num_blocks - 1
-            block = tl.minimum(first // BLOCK_COLUMNS, last_block)
-            first_by_row, first_by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
-            first_by_up = first_by_output
-            block = tl.minimum((first + INPUTS) // BLOCK_COLUMNS, last_block)
+        if HAS_BLOCKS:  # loaded one piece ahead, as above
+            block = tl.minimum(begin // BLOCK_COLUMNS, num_blocks - 1)
             by_row, by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
-            by_up = by_output
-            if HAS_GATE:
-                first_by_up = tl.load(up_scales + tl.minimum(first // BLOCK_COLUMNS, last_block))
-                by_up = tl.load(up_scales + tl.minimum((first + INPUTS) // BLOCK_COLUMNS, last_block))
-        for begin in range(first + INPUTS, last, INPUTS):
-            inside = (begin + column < last)[None, :]
-            value = tl.load(x + x_cell + begin, mask=is_row if IS_EVEN else is_row & inside, other=0.0)
-            piece = load(weight + cell + begin, inside, IS_EVEN)
+            by_up = tl.load(up_scales + block) if HAS_GATE else by_output
+        for done in range(0, length, INPUTS):
+            inside = (begin + column < num_inputs)[None, :]
+            value, piece = load(x + x_cell + begin, inside, IS_EVEN), load(weight + cell + begin, inside, IS_EVEN)
             fence_shared(OVERLAPS)
+            next_begin = first + _place(done + INPUTS, length, HELD)
             if HAS_BLOCKS:
-                block = tl.minimum((begin + INPUTS) // BLOCK_COLUMNS, last_block)
+                block = tl.minimum(next_begin // BLOCK_COLUMNS, num_blocks - 1)
                 next_by_row, next_by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
                 total += tl.dot(piece, tl.trans(value)) * (by_output.to(tl.float32)[:, None] * by_row[None, :])
                 by_output = next_by_output
@@ -326,32 +440,26 @@ def _project_rows(
                     up_total = tl.dot(up_piece, tl.trans(value), up_total)
             if HAS_BLOCKS:
                 by_row = next_by_row
-        if HAS_BLOCKS:
-            by_cell = first_by_output.to(tl.float32)[:, None] * first_by_row[None, :]
-            total += tl.dot(first_piece, tl.trans(first_value)) * by_cell
-            if HAS_GATE:
-                by_cell = first_by_up.to(tl.float32)[:, None] * first_by_row[None, :]
-                up_total += tl.dot(first_up_piece, tl.trans(first_value)) * by_cell
-        else:
-            total = tl.dot(first_piece, tl.trans(first_value), total)
-            if HAS_GATE:
-                up_total = tl.dot(first_up_piece, tl.trans(first_value), up_total)
+            begin = next_begin
         if TURNS > 1:
             sums += total
             up_sums += up_total
         else:
             sums, up_sums = total, up_total
+    y_cell = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
+    in_y = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
+    result = tl.trans(sums) * (x_factor[:, None] * factor[None, :]) + addend[None, :]
     if HAS_GATE:
-        totals, is_last = sums_of_splits((tl.trans(sums), tl.trans(up_sums)), partial, counters, SPLITS)
-    else:
-        totals, is_last = sums_of_splits((tl.trans(sums),), partial, counters, SPLITS)
-    if is_last:
-        if HAS_RESIDUAL and not EARLY:
-            before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
-        result = totals[0] * (x_factor[:, None] * factor[None, :]) + addend[None, :]
-        if HAS_GATE:
-            result = silu(result) * (totals[1] * (x_factor[:, None] * up_factor[None, :]) + up_addend[None, :])
-        tl.store(y + y_cell, as_stored(result + before, y, CLAMPS), mask=in_y)
+        result = silu(result) * (tl.trans(up_sums) * (x_factor[:, None] * up_factor[None, :]) + up_addend[None, :])
+    if HAS_RESIDUAL:
+        result += tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
+    tl.store(y + y_cell, as_stored(result, y, CLAMPS), mask=in_y)
+
+
+@triton.jit
+def _place(done, length, HELD: tl.constexpr):
+    """Return which input of a part follows behind so many, if its first HELD come last."""
+    return tl.where(done + HELD < length, done + HELD, tl.maximum(done + HELD - length, 0))
 
 
 @triton.jit

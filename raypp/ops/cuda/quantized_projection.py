@@ -31,7 +31,6 @@ from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import (
     most_exact_rows_of_fp8,
     most_own_rows_of_fp8,
-    most_split_rows,
     tune_fp8,
     tune_int4,
 )
@@ -210,9 +209,7 @@ class Fp8Projection(QuantizedProjection):
             self._library_scale = prepared_scale(self._library, weight.scale)
         self._most_exact_rows = 0 if self._device.is_invariant else most_exact_rows_of_fp8(self._product)
         self._tunings: dict[int, Tuning] = {}
-        own_rows = range(1, most_own_rows_of_fp8(self._product, self._device) + 1)
-        most = (most_split_rows(self._product),) if self._device.is_invariant else ()
-        for num_rows in (*own_rows, *most):
+        for num_rows in range(1, most_own_rows_of_fp8(self._product, self._device) + 1):
             self._tunings[num_rows] = tuning = tune_fp8(num_rows, self._product, self._device)
             self._workspace.reserve(partial_floats(num_rows, self._product, tuning))
 

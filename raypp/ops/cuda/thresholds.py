@@ -70,13 +70,6 @@ def scale_of(temperature):
 
 
 @triton.jit
-def reaching_blocks(of_blocks, token, num_logits, row_highest, scale, farthest, BLOCK: tl.constexpr):
-    """Return for each token whether any of its block is that near: logits of others need not be read."""
-    block_highest = tl.load(of_blocks + token // BLOCK, mask=token < num_logits, other=-float("inf"))
-    return distances(block_highest, row_highest, scale) <= farthest
-
-
-@triton.jit
 def sortable_of(values):
     """Return integers in the order of the values, uint32. 0 and -0 are equal."""
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)

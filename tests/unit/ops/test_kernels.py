@@ -385,6 +385,7 @@ def test_projections_of_uneven_pieces(num_inputs):
     checks.check_projection(EXACT, 1, 24, num_inputs, Tuning(4, 64, num_stages=1), has_residual=True)
     checks.check_projection(EXACT, 2, 24, num_inputs, Tuning(4, 64), has_norm=True, is_gated=True)
     for num_splits in (1, 2, 4):  # also more parts than pieces
+        checks.check_projection(EXACT, 5, 24, num_inputs + 200, Tuning(16, 128, num_splits), is_gated=num_splits == 1)
         checks.check_projection(EXACT, 5, 24, num_inputs, Tuning(16, 32, num_splits), has_bias=True, has_residual=True)
 
 

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Runs lists of commands side by side, each list on GPUs and cores of its own, one command after the other.
+#
+#   benchmarks/lanes.sh OUT GPUS:CORES:FILE ...       benchmarks/lanes.sh out 0,1:0-31:a.txt 2,3:32-63:b.txt
+#
+# A line of FILE: NAME LIMIT_S COMMAND. A command that is not done after LIMIT_S seconds is ended. OUT gets a log of each,
+# NAME.log, and commands find OUT in $OUT. Of each command its time and its last LINES_OF_EACH lines (20) are printed.
+set -u
+OUT=${1:?a folder for logs}
+shift
+mkdir -p "$OUT"
+OUT=$(cd "$OUT" && pwd)
+export OUT
+cd "$(dirname "$0")/.." || exit 2
+
+lane() { # GPUS CORES FILE
+  export CUDA_VISIBLE_DEVICES=$1 RAY_TMPDIR=${TMPDIR:-/tmp}/lane_$(basename "$3" .txt)
+  mkdir -p "$RAY_TMPDIR"
+  while read -r name limit command <&3; do
+    [ -z "$name" ] || [ "${name:0:1}" = "#" ] && continue
+    local begun=$SECONDS status=0
+    taskset -c "$2" timeout --signal=INT --kill-after=15 "$limit" bash -c "$command" >"$OUT/$name.log" 2>&1 </dev/null ||
+      status=$?
+    echo "== $name: exit status $status after $((SECONDS - begun)) s"
+    tail -n "${LINES_OF_EACH:-20}" "$OUT/$name.log" | cut -c1-"${WIDTH:-400}"
+  done 3<"$3"
+}
+
+for argument in "$@"; do
+  IFS=: read -r gpus cores file <<<"$argument"
+  lane "$gpus" "$cores" "$file" >"$OUT/lane_$(basename "$file")" &
+done
+wait
+cat "$OUT"/lane_*.txt
