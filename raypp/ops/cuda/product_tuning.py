@@ -86,15 +86,16 @@ def tune_invariant(num_rows: int, product: Product, device: Device) -> Tuning:
     a program has changes no sum, nor whether it sums all parts of K itself, as those with many rows do.
     """
     inputs = min(128, product.weight.block[1]) if product.has_blocks else 128
-    num_wide = triton.cdiv(product.num_outputs, 128)
-    num_parts = min(_MAX_SPLITS, _USUAL_PROCESSORS // num_wide, product.num_inputs // (2 * inputs))
-    num_parts = 1 if product.is_gated else max(1, num_parts)
+    num_strips = triton.cdiv(product.num_outputs, 64)
+    is_split = not product.is_gated and 2 * num_strips <= _USUAL_PROCESSORS
+    num_parts = max(1, min(_MAX_SPLITS, product.num_inputs // (2 * inputs))) if is_split else 1
     if num_rows <= 32 or (num_rows <= MAX_ROWS and not product.is_gated):
         num_stages = 2 if product.is_gated and num_rows <= 16 else 4  # two programs fit on a processor
         tuning = Tuning(64, inputs, num_parts, num_stages=num_stages, least_rows=16)
         most_stages = device.shared_bytes // shared_bytes(num_rows, product, replace(tuning, num_stages=1)) - 1
         return replace(tuning, num_stages=max(1, min(tuning.num_stages, most_stages)))  # the first is kept besides
-    num_programs, is_in_16_bits = num_wide * triton.cdiv(num_rows, 128), product.weight.scale is None
+    num_programs = triton.cdiv(num_strips, 2) * triton.cdiv(num_rows, 128)
+    is_in_16_bits = product.weight.scale is None
     tuning = Tuning(64, inputs, num_warps=8 if product.has_blocks else 4, num_stages=4, num_turns=num_parts)
     if product.is_gated:
         tuning = replace(tuning, inputs=64 if is_in_16_bits else inputs, num_stages=3)
