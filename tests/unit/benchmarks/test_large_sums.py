@@ -1,4 +1,4 @@
-"""Sums of slices over members, one member after the other in Triton's interpreter: all that the others push is there."""
+"""Sums of slices over members, one after the other in Triton's interpreter: what the others push is there."""
 
 from __future__ import annotations
 
