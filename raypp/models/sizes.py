@@ -78,7 +78,9 @@ class LayerSize:
         return 2.0 * self.num_active * num_tokens
 
 
-class _Product(NamedTuple):
+class Product(NamedTuple):
+    """The weight of a linear layer, or of several that are one product."""
+
     module: str  # below the layer; of products that are one, the first
     rows: int
     columns: int
@@ -86,7 +88,13 @@ class _Product(NamedTuple):
 
     @property
     def num_elements(self) -> int:
+        """Of the whole weight."""
         return self.rows * self.columns
+
+    @property
+    def rounded_bytes(self) -> int:
+        """The bytes of the weight in 8 bits, and of a scale per output."""
+        return self.num_elements + 4 * self.rows
 
 
 @lru_cache(maxsize=16)
@@ -138,7 +146,7 @@ def share_of_member(config: ModelConfig) -> float:
 
 def linear_modules(config: ModelConfig, layer_index: int) -> list[str]:
     """Return the modules of a layer that may be quantized, below the layer's prefix: of products that are one, one."""
-    return [product.module for products in _products(config, layer_index) for product in products]
+    return [product.module for products in layer_products(config, layer_index) for product in products]
 
 
 def layer_prefix(config: ModelConfig, layer_index: int) -> str:
@@ -235,7 +243,7 @@ def parameter_counts(config: ModelConfig) -> tuple[int, int]:
 
 
 def _layer_size(config: ModelConfig, index: int, dtype_bytes: int) -> LayerSize:
-    prefix, (shared, of_expert) = layer_prefix(config, index), _products(config, index)
+    prefix, (shared, of_expert) = layer_prefix(config, index), layer_products(config, index)
     others = _num_other_parameters(config, index)
     shared_parameters = others + sum(product.num_elements for product in shared)
     always = others * dtype_bytes + sum(_held_bytes(config, prefix, product, dtype_bytes) for product in shared)
@@ -257,7 +265,7 @@ def _layer_size(config: ModelConfig, index: int, dtype_bytes: int) -> LayerSize:
     )
 
 
-def _products(config: ModelConfig, index: int) -> tuple[list[_Product], list[_Product]]:
+def layer_products(config: ModelConfig, index: int) -> tuple[list[Product], list[Product]]:
     """Return the products of a layer that all tokens share, and those of one of its experts."""
     hidden, attention = config.hidden_size, config.attention[index]
     if isinstance(attention, AttentionConfig):
@@ -270,15 +278,15 @@ def _products(config: ModelConfig, index: int) -> tuple[list[_Product], list[_Pr
         mixed, gates, numbers = attention.row_sizes
         first, second = ("in_proj_qkvz", "in_proj_ba") if attention.is_joined else ("in_proj_qkv", "in_proj_b")
         block, inner = "linear_attn.", [(first, mixed + gates, hidden), (second, numbers, hidden)]
-    shared = [_Product(block + name, rows, columns) for name, rows, columns in inner]
+    shared = [Product(block + name, rows, columns) for name, rows, columns in inner]
     output = block + ("o_proj" if block == "self_attn." else "out_proj")
-    shared.append(_Product(output, hidden, attention.output_size, is_summed=True))
+    shared.append(Product(output, hidden, attention.output_size, is_summed=True))
     experts = config.experts_of(index)
     if experts is not None and experts.shared_size:
         below = experts.names.block + experts.names.shared
         shared += _gated_mlp(below, ("gate_proj", "down_proj"), hidden, experts.shared_size)
         if experts.has_shared_gate:
-            shared.append(_Product(f"{experts.names.block}shared_expert_gate", 1, hidden))
+            shared.append(Product(f"{experts.names.block}shared_expert_gate", 1, hidden))
     if experts is None or experts.is_beside_mlp:
         shared += _gated_mlp("mlp.", ("gate_proj", "down_proj"), hidden, config.intermediate_size)
     if experts is None:
@@ -290,11 +298,11 @@ def _products(config: ModelConfig, index: int) -> tuple[list[_Product], list[_Pr
 
 def _gated_mlp(
     prefix: str, names: tuple[str, str], hidden: int, intermediate: int, *, is_whole: bool = False
-) -> list[_Product]:
+) -> list[Product]:
     gate, down = names
     return [
-        _Product(prefix + gate, 2 * intermediate, hidden),
-        _Product(prefix + down, hidden, intermediate, is_summed=not is_whole),
+        Product(prefix + gate, 2 * intermediate, hidden),
+        Product(prefix + down, hidden, intermediate, is_summed=not is_whole),
     ]
 
 
@@ -329,7 +337,7 @@ def _num_other_parameters(config: ModelConfig, index: int) -> int:
     return count + (2 * intermediate + hidden) * config.mlp_bias
 
 
-def _held_bytes(config: ModelConfig, prefix: str, product: _Product, dtype_bytes: int) -> int:
+def _held_bytes(config: ModelConfig, prefix: str, product: Product, dtype_bytes: int) -> int:
     quantization, is_part = config.quantization, product.is_summed and config.num_members > 1
     if quantization is None or not quantization.covers(prefix + product.module):
         return product.num_elements * dtype_bytes
