@@ -51,7 +51,7 @@ MAX_STATEMENTS = {
     "raypp/plan": 1_764,  # numbers of stages and members are compared; GPUs, latents and edges count as what they are
     "raypp/scheduler": 1_850,  # with caches and attention by layer; images that no chunk cuts
     "raypp/specdec": 227,
-    "raypp/stage": 2_470,  # wider streams; which experts of a checkpoint are other members'
+    "raypp/stage": 2_471,  # wider streams; which experts of a checkpoint are other members'
     "raypp/supervision": 245,
     "raypp/testing": 559,  # small copies of models whose layers differ in sizes
     "raypp/transport": 1_687,  # with members: over gloo, NCCL, in shared memory; slices; addresses not to be reached
