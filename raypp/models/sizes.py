@@ -19,6 +19,7 @@ from raypp.models.quantization import Quantization
 from raypp.ops.sample.draw_sizes import digit_bytes
 
 STATE_BYTES = {"float32": 4, "bfloat16": 2}
+_SQUARES = 4  # numbers of 16 bits that hold two of 32: of queries and keys that have one norm each
 LOGIT_BYTES = 4  # whatever the model's type, see `raypp.ops.backend.KernelSet.lm_head`
 
 
@@ -67,6 +68,7 @@ class LayerSize:
     reads: WeightReads
     num_parameters: int
     num_active: int  # parameters that one token is multiplied by
+    summed: tuple[int, ...] = ()  # numbers of a token, in 16 bits, of each sum that the members of a stage make
 
     @property
     def weight_bytes(self) -> int:
@@ -116,7 +118,8 @@ def _measured_size(layer: MeasuredLayer, form: Quantization | None, dtype_bytes:
     if form is not None and form.is_of_experts:
         expert_bytes = sum(_part_bytes(form, each, dtype_bytes) for each in layer.experts)
     reads = WeightReads(shared_bytes, expert_bytes, share)
-    return LayerSize(reads, shared + of_experts, shared + int(of_experts * share))
+    summed = tuple(each.num_outputs for each in (*layer.linears, *layer.experts) if each.has_some_inputs)
+    return LayerSize(reads, shared + of_experts, shared + int(of_experts * share), summed)
 
 
 def _part_bytes(form: Quantization, linear: MeasuredLinear, dtype_bytes: int) -> int:
@@ -247,8 +250,9 @@ def _layer_size(config: ModelConfig, index: int, dtype_bytes: int) -> LayerSize:
     others = _num_other_parameters(config, index)
     shared_parameters = others + sum(product.num_elements for product in shared)
     always = others * dtype_bytes + sum(_held_bytes(config, prefix, product, dtype_bytes) for product in shared)
+    summed = [product.rows for product in shared if product.is_summed] + [_SQUARES] * config.has_wide_qk_norm
     if not of_expert or config.experts is None:
-        return LayerSize(WeightReads(always), shared_parameters, shared_parameters)
+        return LayerSize(WeightReads(always), shared_parameters, shared_parameters, tuple(summed))
     experts = config.experts
     expert_bytes = sum(_held_bytes(config, prefix, product, dtype_bytes) for product in of_expert)
     expert_parameters = sum(product.num_elements for product in of_expert)
@@ -262,6 +266,7 @@ def _layer_size(config: ModelConfig, index: int, dtype_bytes: int) -> LayerSize:
         ),
         shared_parameters + experts.num_held * expert_parameters,
         shared_parameters + experts.num_chosen * expert_parameters // experts.num_parts,
+        (*summed, config.hidden_size),
     )
 
 
