@@ -125,7 +125,7 @@ def _measured_size(layer: MeasuredLayer, form: Quantization | None, dtype_bytes:
 def _part_bytes(form: Quantization, linear: MeasuredLinear, dtype_bytes: int) -> int:
     """Return the bytes of a weight of few bits, or of a member's part: within a block it makes smaller ones."""
     num_outputs, num_inputs, (rows, columns) = linear.num_outputs, linear.num_inputs, form.block
-    if linear.has_some_inputs and not form.can_cut_inputs(num_inputs, is_of_experts=linear.num_experts > 1):
+    if not form.is_kept(num_inputs, is_part=linear.has_some_inputs, is_of_experts=linear.num_experts > 1):
         return linear.num_experts * num_outputs * num_inputs * dtype_bytes
     if linear.has_some_outputs and num_outputs % rows:
         rows = 1
@@ -347,6 +347,6 @@ def _held_bytes(config: ModelConfig, prefix: str, product: Product, dtype_bytes:
     if quantization is None or not quantization.covers(prefix + product.module):
         return product.num_elements * dtype_bytes
     is_of_experts = ".experts." in product.module
-    if is_part and not quantization.can_cut_inputs(product.columns, is_of_experts=is_of_experts):
+    if not quantization.is_kept(product.columns, is_part=is_part, is_of_experts=is_of_experts):
         return product.num_elements * dtype_bytes
     return quantization.weight_bytes(product.rows, product.columns)
