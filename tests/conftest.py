@@ -5,9 +5,11 @@ Where there is no GPU, Triton's interpreter runs the kernels.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -44,7 +46,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 pytest_plugins = ["pytest_limits"]
 
 _TESTS = Path(__file__).parent
-_MARKER_OF_FOLDER = {"ray": "ray", "parity": "parity", "gpu": "gpu"}
+_MARKER_OF_FOLDER = {_TESTS / folder: folder for folder in ("ray", "parity", "gpu")}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the collector from what imports leave behind, meanwhile and later: each worker imports all test files."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,9 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Those with Ray come first: one process runs them all (tools/pytest_limits.py), which takes longest.
     """
     for item in items:
-        folder = item.path.relative_to(_TESTS).parts[0]
-        if folder in _MARKER_OF_FOLDER:
-            item.add_marker(_MARKER_OF_FOLDER[folder])
+        if (marker := _MARKER_OF_FOLDER.get(item.path.parent)) is not None:
+            item.add_marker(marker)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     has_gpu = bool(on_gpu) and _has_gpu()
     if not has_gpu:

@@ -1,7 +1,7 @@
 """Connects to the Ray cluster that the engine runs on, or starts a local one and stops it again.
 
-Ray 2.60.0 lacks settings for some of what a local one needs on a busy machine; `given_agent_ports` and
-`gcs_waits_can_end` patch its private modules while it starts.
+Ray 2.60.0 lacks settings for some of what a local one needs on a busy machine; `quick_start` and `gcs_waits_can_end`
+patch its private modules while it starts.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _connect(address: str, shows_logs: bool, is_wanted: Callable[[], bool]) -> s
                 local = {
                     "include_dashboard": False,
                     "object_store_memory": _LOCAL_OBJECT_STORE_BYTES,
-                    "_metrics_export_port": patience.enter_context(given_agent_ports()),
+                    "_metrics_export_port": patience.enter_context(quick_start(shows_logs=shows_logs)),
                     "_system_config": _SYSTEM_CONFIG,
                 }
             ray.init(address=address, log_to_driver=shows_logs, configure_logging=False, **local)
@@ -329,24 +329,29 @@ def _exit(signal_number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def given_agent_ports() -> Iterator[int]:
+def quick_start(*, shows_logs: bool) -> Iterator[int]:
     """Have Ray start with given ports for its agents while this is entered; yields one more, for `ray.init`.
 
-    A raylet starts its agents and waits 15 s, without a setting, for the ports that they choose; then it ends. Agents
+    It starts without the process that adds machines, and without the one that reads logs where these are not shown. A
+    raylet starts its agents and waits 15 s, without a setting, for the ports that they choose; then it ends. Agents
     are Python programs, whose imports take longer on a busy machine. A port that is given is not waited for, but
     `ray.init` takes one of four, and of the others one reaches its agent and not the raylet.
     """
     *given, of_metrics = _free_ports(len(_AGENT_PORTS) + 1)
-    ports: dict[str, Any] = dict(zip(_AGENT_PORTS, given, strict=True))
+    settings: dict[str, Any] = {
+        **dict(zip(_AGENT_PORTS, given, strict=True)),
+        "no_monitor": True,
+        "include_log_monitor": shows_logs,
+    }
     start_process: Callable[..., Any] = services.start_ray_process
 
     def start(command: list[str], process_type: str, *args: Any, **options: Any) -> Any:
         if process_type == ray_constants.PROCESS_TYPE_RAYLET:
-            command = [*command, f"--{_OF_THE_DASHBOARD}={ports[_OF_THE_DASHBOARD]}"]
+            command = [*command, f"--{_OF_THE_DASHBOARD}={settings[_OF_THE_DASHBOARD]}"]
         return start_process(command, process_type, *args, **options)
 
     with (
-        patch.object(parameter, "RayParams", partial(parameter.RayParams, **ports)),
+        patch.object(parameter, "RayParams", partial(parameter.RayParams, **settings)),
         patch.object(services, "start_ray_process", start),
     ):
         yield of_metrics

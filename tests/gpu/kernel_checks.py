@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import reference_ops as reference
 import torch
-from scipy import stats
 
 from raypp.ops import vision
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads, Span
@@ -991,6 +990,8 @@ def _draw_tables(temperature: torch.Tensor, truncation: tuple[torch.Tensor, ...]
 
 def check_distribution(num_draws: int, vocab_size: int) -> None:
     """Draws of each kind have the distribution that is left of the softmax, by a chi-square test."""
+    from scipy import stats  # which takes seconds
+
     kernels = Kernels(torch.float32, seed=5)
     logits = kernels.normal(1, vocab_size, scale=1.5)
     rows, positions = torch.zeros(512, dtype=torch.int64, device=DEVICE), torch.arange(num_draws, device=DEVICE)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from hf_models import hf_logits
-from scipy import stats
 
 from raypp.config.engine_config import EngineConfig
 from raypp.models.registry import resolve_model_path
@@ -66,6 +65,8 @@ def drawn() -> dict[str, np.ndarray]:
 
 
 def _p_value(counts: np.ndarray, probabilities: torch.Tensor) -> float:
+    from scipy import stats  # which takes seconds
+
     expected = probabilities.double().numpy() * NUM_DRAWS
     assert counts[expected == 0].sum() == 0, "a token of probability 0 was drawn"
     large = expected >= 5

@@ -51,12 +51,12 @@ def lines_that_failed(output: Path) -> list[int]:
     return sorted(json.loads(line)["error"]["line"] for line in errors.read_text().splitlines())
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S, poll_s: float = 0.02) -> Any:
     """Return the condition's first true value."""
     ends = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < ends, f"timed out waiting for {what}"
-        time.sleep(0.02)
+        time.sleep(poll_s)
     return value
 
 

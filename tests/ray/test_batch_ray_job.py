@@ -21,6 +21,7 @@ pytestmark = pytest.mark.ray
 
 NUM_LINES = sized(10, 50)
 NUM_BEFORE_STOP = 5  # lines
+POLL_S = 0.25  # Ray's dashboard answers each time, and takes the processor from what is waited for
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,8 @@ def dashboard(no_ray: None) -> Iterator[str]:
     try:
         (Path(folder) / "ray_current_cluster").write_text(context["gcs_address"])
         address = f"http://{context.dashboard_url}"
-        wait_for(lambda: _takes_jobs(address), "Ray's job agent")  # in vain while another Ray has its port, 52365
+        # In vain while another Ray has its port, 52365.
+        wait_for(lambda: _takes_jobs(address), "Ray's job agent", poll_s=POLL_S)
         yield address
     finally:  # else the tests of other modules would find this Ray
         ray.shutdown()
@@ -65,6 +67,7 @@ class Jobs:
 
     def __init__(self, address: str, folder: Path) -> None:
         self._address = address
+        self._client = JobSubmissionClient(address)
         self._folder = folder
         folder.mkdir()
 
@@ -83,7 +86,7 @@ class Jobs:
 
     def submit(self, submission_id: str, *arguments: str) -> None:
         """Submit a batch job as that command does, which would start a Python."""
-        JobSubmissionClient(self._address).submit_job(
+        self._client.submit_job(
             entrypoint=shlex.join([sys.executable, "-m", "raypp.batch", *arguments]),
             submission_id=submission_id,
             runtime_env={"working_dir": str(self._folder)},
@@ -91,21 +94,21 @@ class Jobs:
 
     def stop(self, submission_id: str) -> None:
         """Stop a job: Ray sends it SIGTERM."""
-        JobSubmissionClient(self._address).stop_job(submission_id)  # the command would take longer than the job
+        self._client.stop_job(submission_id)  # the command would take longer than the job
 
     def wait(self, submission_id: str, status: str) -> None:
         """Wait until a job has ended in the way that it should."""
-        ended = wait_for(lambda: self.end_of(submission_id), f"the end of {submission_id}")
+        ended = wait_for(lambda: self.end_of(submission_id), f"the end of {submission_id}", poll_s=POLL_S)
         assert ended == status, self.logs(submission_id)
 
     def logs(self, submission_id: str) -> str:
         """Return what a job has printed."""
-        return JobSubmissionClient(self._address).get_job_logs(submission_id)  # the command would start a Python
+        return self._client.get_job_logs(submission_id)  # the command would start a Python
 
     def end_of(self, submission_id: str) -> str | None:
         """Return how a job ended; None while it runs."""
         # Not `ray job status`: that starts a Python each time.
-        now = JobSubmissionClient(self._address).get_job_status(submission_id)
+        now = self._client.get_job_status(submission_id)
         return now.value if now.is_terminal() else None
 
 

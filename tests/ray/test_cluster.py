@@ -22,6 +22,7 @@ from raypp.testing import FakeStage
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("no_ray")]
 
 NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
+HEAD = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 PROMPTS = ["def main(", "import "]
 WAIT_S = 60.0
@@ -61,7 +62,7 @@ def test_engines_share_the_ray_that_the_first_one_started(monkeypatch):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    cluster = RayCluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    cluster = RayCluster(initialize_head=True, head_node_args={**NODE, **HEAD})
     cluster.add_node(**NODE)
     yield cluster
     if ray.is_initialized():

@@ -80,7 +80,7 @@ class _Watched:
 
 @pytest.mark.parametrize("transport", ["gloo", pytest.param("ray_collective", marks=pytest.mark.full)])
 def test_texts_stay_and_other_stages_are_kept_when_a_member_dies_or_freezes(transport: str) -> None:
-    num_tokens = sized(64, 160)
+    num_tokens = sized(40, 160)
     with LLM("tiny", launch=launch_in_threads) as llm:
         right = _tokens(llm, num_tokens)
     before, watched = raypp_processes(), _Watched()
@@ -125,7 +125,7 @@ class Misbehaving:
     makes_members = True  # which never get to compute
 
     deed: str
-    stage_index: int = 1
+    stage_index: int
     rank: int = 1
 
     def __call__(self, spec, config):
@@ -137,18 +137,24 @@ class Misbehaving:
 
 
 @pytest.mark.parametrize(
-    ("deed", "words"),
+    ("deed", "stage_index", "words"),
     [
-        ("die", "member 1 of stage 1 died loading the model"),
-        pytest.param("raise", "member 1 of stage 1 failed.*while it loads", marks=pytest.mark.full),
+        ("die", 0, "member 1 of stage 0 died loading the model"),
+        pytest.param("raise", 1, "member 1 of stage 1 failed.*while it loads", marks=pytest.mark.full),
     ],
 )
-def test_a_member_that_cannot_start_is_named(deed: str, words: str) -> None:
+def test_a_member_that_cannot_start_is_named(deed: str, stage_index: int, words: str) -> None:
     before = set(actor_processes())
     with pytest.raises(RayppError) as caught:
-        LLM("tiny", stage_factory=Misbehaving(deed), skip_tokenizer_init=True, close_timeout_s=4.0, **MEMBERS)
+        LLM(
+            "tiny",
+            stage_factory=Misbehaving(deed, stage_index),
+            skip_tokenizer_init=True,
+            close_timeout_s=4.0,
+            **MEMBERS | {"num_stages": stage_index + 1},
+        )
     assert isinstance(caught.value, StageDiedError)
-    assert caught.value.stage_index == 1
+    assert caught.value.stage_index == stage_index
     assert re.search(words, str(caught.value))
     assert not wait_until_gone(set(actor_processes()) - before, WAIT_S)
 
@@ -164,7 +170,7 @@ def test_requests_outlive_members() -> None:
 
 
 def test_images_reach_all_members_also_of_an_encoder_that_died() -> None:
-    setting = picture_engine("members with pictures", **MEMBERS)
+    setting = picture_engine("members with pictures", **MEMBERS | {"num_stages": sized(1, 2)})
     few = replace(setting, asked=setting.asked[:4], deaths=("encoder",))
     report: Report = asyncio.run(run_campaign(few, 1, 0))
     print(report)

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from sizes import sized
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -26,6 +25,8 @@ def _draws(logits: torch.Tensor, temperature: float, truncation=None, *, seed: i
 
 
 def _p_value(draws: torch.Tensor, probabilities: torch.Tensor) -> float:
+    from scipy import stats  # which takes seconds
+
     counts = torch.bincount(draws, minlength=len(probabilities)).double().numpy()
     expected = probabilities.double().numpy() * len(draws)
     assert counts[expected == 0].sum() == 0, "a token of probability 0 was drawn"
@@ -85,6 +86,8 @@ def test_rows_are_truncated_each_by_its_own_parameters():
 
 
 def test_noise_is_standard_gumbel():
+    from scipy import stats  # which takes seconds
+
     noise = gumbel_noise(torch.arange(50), torch.zeros(50, dtype=torch.int64), 4000).flatten().double().numpy()
     assert np.isfinite(noise).all()
     assert stats.kstest(noise, "gumbel_r").pvalue > 1e-3

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 from sizes import sized
 
 from raypp.ops.sample.token_choice import mask_truncated, sample
@@ -118,6 +117,8 @@ def test_a_verifier_that_keeps_the_draft_instead_has_another_distribution():
 
 
 def _p_value(drawn: list[int], probabilities: torch.Tensor) -> float:
+    from scipy import stats  # which takes seconds
+
     counts = np.bincount(drawn, minlength=len(probabilities))
     expected = probabilities.double().numpy() * len(drawn)
     assert counts[expected == 0].sum() == 0, "a token of probability 0 was kept"

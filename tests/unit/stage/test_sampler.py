@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampler_plans import VOCAB_SIZE, choose, commit, sampler_of, spec, start, start_plan
-from scipy import stats
 from sizes import sized
 from transformers import TopPLogitsWarper
 
@@ -253,6 +252,8 @@ NUM_DRAWS = 20_000
 
 def test_draws_with_everything_have_the_distribution_that_is_left():
     """20,000 draws of one row, each at another position; the history is the same for all of them."""
+    from scipy import stats  # which takes seconds
+
     params = SamplingParams(
         temperature=0.9,
         top_p=0.95,
