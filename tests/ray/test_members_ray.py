@@ -140,6 +140,7 @@ class Misbehaving:
     ("deed", "stage_index", "words"),
     [
         ("die", 0, "member 1 of stage 0 died loading the model"),
+        pytest.param("die", 1, "member 1 of stage 1 died loading the model", marks=pytest.mark.full),
         pytest.param("raise", 1, "member 1 of stage 1 failed.*while it loads", marks=pytest.mark.full),
     ],
 )
@@ -170,7 +171,7 @@ def test_requests_outlive_members() -> None:
 
 
 def test_images_reach_all_members_also_of_an_encoder_that_died() -> None:
-    setting = picture_engine("members with pictures", **MEMBERS | {"num_stages": sized(1, 2)})
+    setting = picture_engine("members with pictures", **MEMBERS)
     few = replace(setting, asked=setting.asked[:4], deaths=("encoder",))
     report: Report = asyncio.run(run_campaign(few, 1, 0))
     print(report)
