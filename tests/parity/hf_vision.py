@@ -187,8 +187,13 @@ def make_gemma3_checkpoint(seed: int, directory: Path, *, like: Path | None = No
     return directory
 
 
-def make_gemma4_checkpoint(seed: int, directory: Path, *, like: Path | None = None) -> Path:
-    """Write a random Gemma 4 with its tower to `directory` and return it. Arguments as for Gemma 3."""
+def make_gemma4_checkpoint(
+    seed: int, directory: Path, *, like: Path | None = None, has_layer_inputs: bool = False
+) -> Path:
+    """Write a random Gemma 4 with its tower to `directory` and return it. Arguments as for Gemma 3.
+
+    With inputs of all layers it is one like E2B and E4B, with layers without keys and values of their own.
+    """
     rng = random.Random(f"gemma4-{seed}")
     num_layers, vision_heads, vision_dim = rng.randint(2, 5), rng.choice((1, 2)), rng.choice((16, 24))
     marks = {"image_token_id": IMAGE, "boi_token_id": VISION_START, "eoi_token_id": VISION_END}
@@ -214,6 +219,8 @@ def make_gemma4_checkpoint(seed: int, directory: Path, *, like: Path | None = No
             "initializer_range": 0.25,
             "eos_token_id": 1,
             "pad_token_id": 0,
+            "tie_word_embeddings": seed % 2 == 0,
+            **(_layer_inputs(seed, vocab_size) if has_layer_inputs else {}),
         },
         vision_config={
             "num_hidden_layers": rng.randint(2, 3),
@@ -244,6 +251,21 @@ def make_gemma4_checkpoint(seed: int, directory: Path, *, like: Path | None = No
     return directory
 
 
+def _layer_inputs(seed: int, vocab_size: int) -> dict[str, Any]:
+    """Return what Gemma 4 E2B and E4B have besides, and leave out; stages begin with one of layers 0 to 2."""
+    num_shared = 2 + 2 * (seed % 2)
+    return {
+        "num_hidden_layers": 4 + num_shared,
+        "num_kv_shared_layers": num_shared,
+        "layer_types": ["sliding_attention", "full_attention"] * (2 + num_shared // 2),
+        "hidden_size_per_layer_input": (8, 12)[seed // 2 % 2],
+        "vocab_size_per_layer_input": vocab_size,
+        "use_double_wide_mlp": seed % 4 < 2,
+        "attention_k_eq_v": False,
+        "use_bidirectional_attention": "vision" if seed == 3 else None,
+    }
+
+
 def _tokens_of(like: Path | None, marks: dict[str, int], vocab_size: int) -> tuple[dict[str, int], int]:
     """Return what marks images, and the size of the vocabulary: those of a checkpoint with a tokenizer, or as given."""
     if like is None:
@@ -272,6 +294,8 @@ def _randomize_gemma4(model: Any) -> None:
         elif ("vision_tower" in name and not name.endswith("inv_freq")) or "projection" in name:
             tensor.copy_(0.2 * torch.randn_like(tensor))
         elif "lm_head" in name:
+            tensor.copy_(0.25 * torch.randn_like(tensor))
+        elif "embed_tokens_per_layer" in name:  # that of padding, too, which stands at images
             tensor.copy_(0.25 * torch.randn_like(tensor))
 
 
@@ -507,6 +531,9 @@ def hf_vision_choices(
     if len(output) > 1:  # by itself: a placeholder that the model generates is no picture
         said = {"input_ids": torch.tensor([output[:-1]])}
         if model.config.model_type == "gemma4":  # it would take such a one for padding
-            said = {"inputs_embeds": model.get_input_embeddings()(said["input_ids"])}
+            ids = said.pop("input_ids")
+            said = {"inputs_embeds": model.get_input_embeddings()(ids)}
+            if model.config.text_config.hidden_size_per_layer_input:
+                said |= {"per_layer_inputs": model.model.language_model.get_per_layer_inputs(ids, None)}
         logits.append(model(**said, past_key_values=cache, use_cache=True).logits[0])
     return choices_of(torch.cat(logits), output)
