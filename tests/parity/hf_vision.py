@@ -294,9 +294,7 @@ def _randomize_gemma4(model: Any, *, has_layer_inputs: bool) -> None:
             tensor.copy_(torch.randn_like(tensor))
         elif ("vision_tower" in name and not name.endswith("inv_freq")) or "projection" in name:
             tensor.copy_(0.2 * torch.randn_like(tensor))
-        elif "lm_head" in name:
-            tensor.copy_(0.25 * torch.randn_like(tensor))
-        elif "embed_tokens_per_layer" in name:  # that of padding, too, which stands at images
+        elif "lm_head" in name or "embed_tokens_per_layer" in name:  # its row of padding, too, which stands at images
             tensor.copy_(0.25 * torch.randn_like(tensor))
 
 
