@@ -79,7 +79,8 @@ class ModelSection(Section):
     seed: int = Field(default=0, ge=0)
     """Of dummy weights and of the seeds drawn for requests that bring none."""
     max_logprobs: int = Field(default=20, ge=-1)
-    """The most log-probabilities that a request may ask for per token. -1: any number, up to the whole vocabulary."""
+    """The most log-probabilities that a request may ask for per token. -1: any number, up to the whole vocabulary. 0:
+    those of its own tokens alone, which no graph reports."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts are token ids, texts are empty."""
     chat_template: str | None = Field(default=None, min_length=1)

@@ -21,9 +21,9 @@ from raypp.models.mistral_format import PARAMS_FILE, name_in_transformers
 PICKLED_FILE = "pytorch_model.bin"
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_OWN_PREFIX = "consolidated"
-_OWN_FILES = f"{_OWN_PREFIX}*.safetensors"
-_OWN_INDEX = f"{_OWN_PREFIX}.safetensors.index.json"
+OWN_PREFIX = "consolidated"
+_OWN_FILES = f"{OWN_PREFIX}*.safetensors"
+_OWN_INDEX = f"{OWN_PREFIX}.safetensors.index.json"
 """In Mistral's own form."""
 _OF_MTP_HEADS = "mtp"
 CHECKPOINT_FILES = f"{_FILE}, the files that {_INDEX} names, and *{_OF_MTP_HEADS}*.safetensors beside them"
@@ -65,6 +65,11 @@ def has_safetensors(path: Path) -> bool:
     return _has_usual_files(path) or any(path.glob(_OWN_FILES))
 
 
+def has_usual_form(path: Path) -> bool:
+    """Return whether a directory holds config.json and a checkpoint as transformers has it."""
+    return (path / "config.json").is_file() and _has_usual_files(path)
+
+
 def has_own_form(path: Path) -> bool:
     """Return whether a model is in Mistral's own form: params.json describes it, not config.json."""
     if not (path / PARAMS_FILE).is_file():
@@ -74,7 +79,7 @@ def has_own_form(path: Path) -> bool:
 
 def names_in_file(file: str, stored: Iterable[str]) -> dict[str, str]:
     """Return what the tensors of a file are called there, by the names that transformers gives them."""
-    return {name_in_transformers(name) if file.startswith(_OWN_PREFIX) else name: name for name in stored}
+    return {name_in_transformers(name) if file.startswith(OWN_PREFIX) else name: name for name in stored}
 
 
 def _has_usual_files(path: Path) -> bool:

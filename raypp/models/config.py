@@ -131,6 +131,7 @@ class ModelConfig:
     experts: ExpertConfig | None = None  # None: all layers are dense
     quantization: Quantization | None = None  # None: weights are floats of 16 or 32 bits
     measured: tuple[MeasuredLayer, ...] | None = None  # of each layer of transformers' modules; None: raypp's layers
+    modules_behind: tuple[str, ...] = ()  # of transformers' decoder, those that run behind the last layer alone
     trusts_code: bool = False  # whether transformers may run code that comes with the model
     has_fp8_kv_cache: bool = False  # whether the checkpoint was made for a KV cache in 8 bits
     adds_one_to_norms: bool = False  # whether norms multiply by 1 + weight
@@ -458,6 +459,7 @@ def _transformers_config(
         quantization=None if quantization is None else quantization.renamed(name_of_text),
         eos_token_ids=_eos_token_ids(path, ConfigFields(text.file, {**text.values, "vocab_size": found["vocab_size"]})),
         layer_inputs=LayerInputs(*found["layer_inputs"]),
+        modules_behind=tuple(found["modules_behind"]),
         trusts_code=trusts_code,
     )
 

@@ -34,7 +34,7 @@ from raypp.models.config_fields import ConfigFields, read_json
 from raypp.models.families import FAMILIES
 from raypp.models.mistral_format import PARAMS_FILE
 from raypp.models.rope_config import read_rope
-from raypp.models.sizes import layer_sizes
+from raypp.models.sizes import Product, WeightReads, layer_products, layer_sizes
 
 HeadKind = Literal["eagle", "eagle3", "mtp"]
 
@@ -98,85 +98,53 @@ class DraftHeadConfig:
 
     def weight_bytes(self, dtype_bytes: int) -> int:
         """Return the bytes of what the last stage keeps for it, the target's embedding not counted."""
-        rounded = 0
-        if self.has_8_bit_weights:
-            products = [*self._step_products, self._fc, self._target_lm_head]
-            if self.layer.experts is not None:  # which keep their form
-                del products[2:4]
-            rounded = sum(product.rounded_bytes for product in products)
-        if self.kind == "mtp":
-            return layer_sizes(self.layer, dtype_bytes)[0].weight_bytes + self._joining_bytes(dtype_bytes) + rounded
-        elements = sum(product.elements for product in (*self._step_products, self._fc)) + self._vector_elements
-        elements += self.has_embedding * self.target_vocab_size * self.layer.hidden_size
-        return elements * dtype_bytes + rounded
+        besides = self._fc.num_elements + self._num_other_elements + self.has_lm_head * self._lm_head.num_elements
+        besides += self.has_embedding * self.target_vocab_size * self.layer.hidden_size
+        rounded = (*self._products, self._lm_head, self._fc) if self.has_8_bit_weights else ()
+        kept = self._reads(dtype_bytes).total + besides * dtype_bytes
+        return kept + sum(product.rounded_bytes for product in rounded)
 
     def drafting_bytes(self, num_drafts: float, dtype_bytes: int) -> float:
         """Return the bytes of weights that are read to propose so many drafts, for up to 64 rows."""
-        if self.kind == "mtp":
-            per_draft = layer_sizes(self.layer, dtype_bytes)[0].reads.of(1) + self._joining_bytes(dtype_bytes)
-            return num_drafts * int(per_draft + self._bytes_read(self._target_lm_head, dtype_bytes))
-        num_fc = num_drafts if self.kind == "eagle" else 1  # eagle3 joins states of the target alone
-        products = (*self._step_products, self._target_lm_head)
-        own = sum(self._bytes_read(product, dtype_bytes) for product in products)
-        own += self._vector_elements * dtype_bytes
-        return num_drafts * own + num_fc * self._bytes_read(self._fc, dtype_bytes)
+        num_fc = 1 if self.kind == "eagle3" else num_drafts  # eagle3 joins states of the target alone
+        per_draft = self._reads(dtype_bytes).of(1) + self._num_other_elements * dtype_bytes
+        per_draft += self._bytes_read(self._lm_head, dtype_bytes)
+        if self.has_8_bit_weights:
+            per_draft -= sum(each.num_elements * dtype_bytes - each.rounded_bytes for each in self._products)
+        return num_drafts * int(per_draft) + num_fc * self._bytes_read(self._fc, dtype_bytes)
 
-    def _joining_bytes(self, dtype_bytes: int) -> int:
-        """Return the bytes of what an MTP head has before and after its layer."""
-        return (self._fc.elements + 3 * self.layer.hidden_size) * dtype_bytes
-
-    def _bytes_read(self, product: _Product, dtype_bytes: int) -> int:
-        return product.rounded_bytes if self.has_8_bit_weights else product.elements * dtype_bytes
-
-    @property
-    def _target_lm_head(self) -> _Product:
-        """The target's LM head where that is used, or a member's part of it."""
-        rows = 0 if self.has_lm_head else -(-self.target_vocab_size // self.layer.num_members)
-        return _Product(rows, self.layer.hidden_size)
-
-    @property
-    def _fc(self) -> _Product:
-        return _Product(self.layer.hidden_size, self.fc_inputs)
-
-    @property
-    def _step_products(self) -> tuple[_Product, ...]:
-        """The weights that every draft reads, if the head has them: of the layer, and the LM head."""
-        layer = self.layer
-        hidden, attention = layer.hidden_size, layer.attending[0]
-        return (
-            _Product(sum(attention.row_sizes), self.attention_inputs),
-            _Product(hidden, attention.output_size),
-            _Product(2 * layer.intermediate_size, hidden),
-            _Product(hidden, layer.intermediate_size),
-            _Product(self.has_lm_head * layer.vocab_rows, hidden),
+    def _reads(self, dtype_bytes: int) -> WeightReads:
+        """Return what there is of the layer: in full where it is rounded besides; experts keep their form."""
+        of_form, plain = (
+            layer_sizes(layer, dtype_bytes)[0].reads for layer in (self.layer, replace(self.layer, quantization=None))
         )
+        return replace(of_form, always=plain.always) if self.has_8_bit_weights else of_form
+
+    def _bytes_read(self, product: Product, dtype_bytes: int) -> int:
+        return product.rounded_bytes if self.has_8_bit_weights else product.num_elements * dtype_bytes
 
     @property
-    def _vector_elements(self) -> int:
-        """Norms and biases."""
-        layer, hidden = self.layer, self.layer.hidden_size
-        *of_layer, _ = self._step_products
-        wider = (self.attention_inputs - hidden) * of_layer[0].rows
-        elements = layer_sizes(layer, 1)[0].num_parameters + wider - sum(product.elements for product in of_layer)
-        vectors = 2 if self.kind == "eagle3" else self.has_input_norm - 1  # norms beside the two of any layer
-        return elements + (vectors + self.has_fc_bias) * hidden
-
-
-@dataclass(frozen=True)
-class _Product:
-    """The shape of a weight."""
-
-    rows: int
-    columns: int
+    def _lm_head(self) -> Product:
+        """Its own or the target's, or a member's part of it."""
+        return Product("lm_head", self.layer.vocab_rows, self.layer.hidden_size)
 
     @property
-    def elements(self) -> int:
-        return self.rows * self.columns
+    def _fc(self) -> Product:
+        return Product(self.mtp_names.fc, self.layer.hidden_size, self.fc_inputs)
 
     @property
-    def rounded_bytes(self) -> int:
-        """The bytes of the weight in 8 bits, and of its scales."""
-        return self.rows * (self.columns + 4)
+    def _products(self) -> list[Product]:
+        """Those of the layer that every draft reads: all but experts."""
+        first, *others = layer_products(self.layer, 0)[0]
+        return [first._replace(columns=first.columns - self.layer.hidden_size + self.attention_inputs), *others]
+
+    @property
+    def _num_other_elements(self) -> int:
+        """Beyond a usual layer's: norms, biases, and inputs of attention."""
+        hidden = self.layer.hidden_size
+        num_norms = {"mtp": 3, "eagle3": 2, "eagle": self.has_input_norm - 1}[self.kind]  # a layer has two
+        wider = (self.attention_inputs - hidden) * self._products[0].rows
+        return wider + (num_norms + self.has_fc_bias) * hidden
 
 
 def checkpoint_shapes(path: Path) -> Mapping[str, tuple[int, ...]]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from raypp.encoder.protocol import BatchShape, BudgetRange, EncoderGraphConfig, Per, TensorSpec
 from raypp.models.tower_parts import Block, PatchBatch, PatchEmbedding, PatchTower, layer_norm, linear
 from raypp.models.vision_config import VisionConfig
-from raypp.models.weights import WeightReader, WeightSource
+from raypp.models.weights import WeightReader
 from raypp.ops.host_to_device import concatenated
 from raypp.ops.vision import linear_gelu_tanh
 
@@ -32,22 +32,10 @@ _PLACES = [("", "vision_model."), ("", ""), ("model.", "vision_model."), ("model
 
 
 class Gemma3VisionTower(PatchTower):
-    """A `SupportsEncoderCudaGraph`. N patches of an image, H hidden size of the tower.
+    """A `SupportsEncoderCudaGraph`. N patches of an image, H hidden size of the tower."""
 
-    Args:
-        config: The tower's.
-        dtype: Of weights and activations; the rows come out in it.
-        device: Where they are.
-        source: Weights, by the names of the checkpoint.
-
-    Raises:
-        ModelLoadError: a tensor is missing, has the wrong shape, or cannot be read.
-    """
-
-    def __init__(self, config: VisionConfig, dtype: torch.dtype, device: torch.device, source: WeightSource) -> None:
-        super().__init__(config, device)
+    def _read(self, config: VisionConfig, whole: WeightReader) -> None:
         self._num_patches, hidden = config.grid_side**2, config.hidden_size
-        whole = WeightReader(source, dtype, device)
         places = [(before, f"{before}vision_tower.{inner}") for before, inner in _PLACES]
         has = [place for place in places if whole.below(place[1]).has("post_layernorm.weight")]
         before, prefix = (has or places)[0]

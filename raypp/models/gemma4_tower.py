@@ -22,29 +22,17 @@ from numpy.typing import NDArray
 from raypp.encoder.protocol import Per, TensorSpec
 from raypp.models.tower_parts import Block, Layer, PatchEmbedding, SegmentTower, merged_coordinates
 from raypp.models.vision_config import VisionConfig
-from raypp.models.weights import WeightReader, WeightSource
+from raypp.models.weights import WeightReader
 from raypp.ops.vision import choose_rotate_qk, segment_attention
 
 
 class Gemma4VisionTower(SegmentTower):
-    """A `SupportsEncoderCudaGraph`. P patches, H hidden size of the tower, D of a head.
-
-    Args:
-        config: The tower's.
-        dtype: Of weights and activations; the rows come out in it.
-        device: Where they are.
-        source: Weights, by the names of the checkpoint.
-
-    Raises:
-        ModelLoadError: a tensor is missing, has the wrong shape, or cannot be read.
-    """
+    """A `SupportsEncoderCudaGraph`. P patches, H hidden size of the tower, D of a head."""
 
     position_inputs = (TensorSpec("coordinates", torch.int64, Per.PATCH, (2,)),)
 
-    def __init__(self, config: VisionConfig, dtype: torch.dtype, device: torch.device, source: WeightSource) -> None:
-        super().__init__(config, device)
-        whole = WeightReader(source, dtype, device, "model.")
-        weights, hidden, side = whole.below("vision_tower."), config.hidden_size, config.patch_size
+    def _read(self, config: VisionConfig, whole: WeightReader) -> None:
+        weights, hidden, side = whole.below("model.vision_tower."), config.hidden_size, config.patch_size
         embed = weights.below("patch_embedder.")
         by_pixel = embed.tensor("input_proj.weight", hidden, config.patch_dim).view(hidden, side, side, -1)
         self._embed = PatchEmbedding(config, by_pixel.permute(0, 3, 1, 2), None)
@@ -55,10 +43,11 @@ class Gemma4VisionTower(SegmentTower):
         self._standard = None
         if config.is_standardized:
             self._standard = [weights.tensor(name, hidden).float() for name in ("std_bias", "std_scale")]
-        self._projection = whole.tensor("embed_vision.embedding_projection.weight", config.out_hidden_size, hidden)
-        self._rotate_qk = choose_rotate_qk(device, dtype)
+        projection = whole.below("model.embed_vision.embedding_projection.")
+        self._projection = projection.tensor("weight", config.out_hidden_size, hidden)
+        self._rotate_qk = choose_rotate_qk(whole.device, whole.dtype)
         exponents = torch.arange(0, config.head_dim // 2, 2, dtype=torch.float32) / (config.head_dim // 2)
-        self._inverse_frequencies = (1.0 / config.rope_theta**exponents).to(device)
+        self._inverse_frequencies = (1.0 / config.rope_theta**exponents).to(whole.device)
 
     def positions(self, height: int, width: int) -> Mapping[str, NDArray[Any]]:
         return _positions(height, width, self._config.spatial_merge_size)

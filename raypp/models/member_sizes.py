@@ -174,7 +174,7 @@ def _has_whole_experts(config: ModelConfig, experts: ExpertConfig, count: int, a
     first = next((index for index in range(config.num_layers) if config.experts_of(index)), 0)
     module = f"{layer_prefix(config, first)}{experts.names.block}experts.0.{experts.names.down}"
     if form is not None and form.has_gpu_product and not form.has_order and form.covers(module):
-        rest = rest or not replace(form, is_for_gpus=True).can_cut_inputs(size, is_of_experts=True)
+        rest = rest or not replace(form, is_for_gpus=True).is_kept(size, is_part=True, is_of_experts=True)
     return bool(rest) and experts.num_experts % count == 0
 
 

@@ -91,18 +91,22 @@ class Quantization:
             return rows == 1 and (columns == _LEAST_BLOCK or columns % _TILE == 0)
         return columns >= _LEAST_BLOCK and columns & (columns - 1) == 0
 
-    def can_cut_inputs(self, size: int, *, is_of_experts: bool) -> bool:
-        """Return whether parts of so many inputs keep the form: in order, and whole bytes; others become plain.
+    def is_kept(self, num_inputs: int, *, is_part: bool, is_of_experts: bool) -> bool:
+        """Return whether a weight keeps the form, by its inputs: parts in order, of whole bytes; others become plain.
 
         A GPU's kernels of experts ask for more, as `raypp.ops.cuda.expert_products.has_kernel` says.
+
+        Args:
+            num_inputs: All, or a part.
+            is_part: Of a member, beside other inputs.
+            is_of_experts: Whether it is of one of several experts.
         """
-        if self.has_order or (self.bits == 4 and size % 2):
+        is_for_kernels, block = is_of_experts and self.is_for_gpus, self.block[1]  # 0: a scale for all inputs
+        if (self.has_order and (is_part or is_for_kernels)) or (is_part and self.bits == 4 and num_inputs % 2):
             return False
-        if not (is_of_experts and self.is_for_gpus):
-            return True
-        block = math.gcd(self.block[1], size)  # as it is cut; 0: a scale for all inputs
+        block = math.gcd(block, num_inputs) if is_part and block else block
         is_multiplied = block % 128 == 0 if self.bits == 8 else block == 32 or block % 64 == 0
-        return size % 32 == 0 and (not self.block[1] or is_multiplied)
+        return not is_for_kernels or (num_inputs % 32 == 0 and is_multiplied)
 
     def covers(self, module: str) -> bool:
         """Return whether a linear layer is quantized, by its whole name, such as `model.layers.0.mlp.gate_proj`.

@@ -26,24 +26,14 @@ from numpy.typing import NDArray
 from raypp.encoder.protocol import Per, TensorSpec
 from raypp.models.tower_parts import Block, PatchEmbedding, SegmentTower, layer_norm, linear, merged_coordinates
 from raypp.models.vision_config import TOWER_PREFIX, VisionConfig
-from raypp.models.weights import WeightReader, WeightSource
+from raypp.models.weights import WeightReader
 from raypp.ops.vision import choose_rotate_qk, linear_gelu_tanh, segment_attention
 
 _NORM_EPS = 1e-6
 
 
 class Qwen3VLVisionTower(SegmentTower):
-    """A `SupportsEncoderCudaGraph`. H hidden size of the tower, L taps.
-
-    Args:
-        config: The tower's.
-        dtype: Of weights and activations; the rows come out in it.
-        device: Where they are.
-        source: Weights, by the names of the checkpoint.
-
-    Raises:
-        ModelLoadError: a tensor is missing, has the wrong shape, or cannot be read.
-    """
+    """A `SupportsEncoderCudaGraph`. H hidden size of the tower, L taps."""
 
     position_inputs = (
         TensorSpec("coordinates", torch.int64, Per.PATCH, (2,)),
@@ -51,17 +41,14 @@ class Qwen3VLVisionTower(SegmentTower):
         TensorSpec("corner_weights", torch.float32, Per.PATCH, (4,)),
     )
 
-    def __init__(self, config: VisionConfig, dtype: torch.dtype, device: torch.device, source: WeightSource) -> None:
-        super().__init__(config, device)
-        self._dtype = dtype
-        weights = WeightReader(source, dtype, device, TOWER_PREFIX)
-        hidden = config.hidden_size
+    def _read(self, config: VisionConfig, whole: WeightReader) -> None:
+        weights, hidden = whole.below(TOWER_PREFIX), config.hidden_size
         patch_shape = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
         embed = weights.below("patch_embed.proj.")
         weight, bias = embed.tensor("weight", hidden, *patch_shape), embed.tensor("bias", hidden)
         self._embed = PatchEmbedding(config, weight, bias)
         self._positions = weights.tensor("pos_embed.weight", config.grid_side**2, hidden)
-        self._rotate_qk = choose_rotate_qk(device, dtype)
+        self._rotate_qk = choose_rotate_qk(whole.device, whole.dtype)
         self._blocks = [_block(config, weights.below(f"blocks.{index}.")) for index in range(config.depth)]
         self._merger = _Merger(config, weights.below("merger."), normalizes_merged=False)
         self._taps = {
@@ -69,7 +56,7 @@ class Qwen3VLVisionTower(SegmentTower):
             for index, layer in enumerate(config.deepstack_layers)
         }
         exponents = torch.arange(0, config.head_dim // 2, 2, dtype=torch.float32) / (config.head_dim // 2)
-        self._inverse_frequencies = (1.0 / config.rope_theta**exponents).to(device)
+        self._inverse_frequencies = (1.0 / config.rope_theta**exponents).to(whole.device)
 
     def positions(self, height: int, width: int) -> Mapping[str, NDArray[Any]]:
         return grid_positions(height, width, self._config.spatial_merge_size, self._config.grid_side)
@@ -77,7 +64,7 @@ class Qwen3VLVisionTower(SegmentTower):
     def forward(self, inputs: Mapping[str, torch.Tensor], max_segment_len: int) -> torch.Tensor:
         hidden = self._embed(inputs["patches"])
         corners = F.embedding(inputs["corner_indices"], self._positions)
-        hidden = hidden + (corners * inputs["corner_weights"].unsqueeze(2)).sum(1).to(self._dtype)
+        hidden = hidden + (corners * inputs["corner_weights"].unsqueeze(2)).sum(1).to(hidden.dtype)
         angles = (inputs["coordinates"].to(torch.float32).unsqueeze(2) * self._inverse_frequencies).view(
             len(hidden), -1
         )

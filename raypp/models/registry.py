@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypp.errors import ModelLoadError
-from raypp.models.checkpoint_names import PICKLED_FILE
+from raypp.models.checkpoint_names import OWN_PREFIX, PICKLED_FILE, has_usual_form
 from raypp.models.config import ModelConfig
 from raypp.models.mistral_format import PARAMS_FILE
 
@@ -42,7 +43,10 @@ _CONFIG_PATTERNS = [
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 ]
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt", "*.py"]
+_WEIGHTS = "*.safetensors"
+_HUB_PATTERNS = ["*.json", _WEIGHTS, "*.jinja", "tokenizer*", "merges.txt", "vocab.txt", "*.py"]
+_UNREAD = f"*/{_WEIGHTS}"
+"""Weights in folders: the same once more, as their makers store them (gpt-oss)."""
 
 
 def build_model(
@@ -132,7 +136,7 @@ def build_encoder(config: ModelConfig, *, dtype: torch.dtype, device: torch.devi
 def resolve_model_path(model: str, revision: str | None = None) -> Path:
     """Return the directory of a model: one of the embedded models, a directory, or a Hugging Face id.
 
-    An id's files are downloaded to the Hugging Face cache, or found there.
+    An id's files are downloaded to the Hugging Face cache, or found there: of two forms of a checkpoint one.
 
     Args:
         model: Its name.
@@ -249,8 +253,12 @@ def _download(model_id: str, expected: str, patterns: list[str], revision: str |
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
+    download = partial(snapshot_download, model_id, revision=revision, allow_patterns=patterns)
     try:
-        return Path(snapshot_download(model_id, revision=revision, allow_patterns=patterns))
+        directory = Path(download(ignore_patterns=[_UNREAD, f"{OWN_PREFIX}*"]))  # a repository may hold both forms
+        if _WEIGHTS in patterns and not has_usual_form(directory):
+            directory = Path(download(ignore_patterns=[_UNREAD]))
+        return directory
     except (OSError, HFValidationError) as error:  # the hub's own errors are OSErrors
         raise ModelLoadError(
             f"there is no directory {model_id!r}, and the Hugging Face model of that id cannot be downloaded"

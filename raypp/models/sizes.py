@@ -19,6 +19,7 @@ from raypp.models.quantization import Quantization
 from raypp.ops.sample.draw_sizes import digit_bytes
 
 STATE_BYTES = {"float32": 4, "bfloat16": 2}
+_SQUARES = 4  # numbers of 16 bits that hold two of 32: of queries and keys that have one norm each
 LOGIT_BYTES = 4  # whatever the model's type, see `raypp.ops.backend.KernelSet.lm_head`
 
 
@@ -67,6 +68,7 @@ class LayerSize:
     reads: WeightReads
     num_parameters: int
     num_active: int  # parameters that one token is multiplied by
+    summed: tuple[int, ...] = ()  # numbers of a token, in 16 bits, of each sum that the members of a stage make
 
     @property
     def weight_bytes(self) -> int:
@@ -78,7 +80,9 @@ class LayerSize:
         return 2.0 * self.num_active * num_tokens
 
 
-class _Product(NamedTuple):
+class Product(NamedTuple):
+    """The weight of a linear layer, or of several that are one product."""
+
     module: str  # below the layer; of products that are one, the first
     rows: int
     columns: int
@@ -86,7 +90,13 @@ class _Product(NamedTuple):
 
     @property
     def num_elements(self) -> int:
+        """Of the whole weight."""
         return self.rows * self.columns
+
+    @property
+    def rounded_bytes(self) -> int:
+        """The bytes of the weight in 8 bits, and of a scale per output."""
+        return self.num_elements + 4 * self.rows
 
 
 @lru_cache(maxsize=16)
@@ -108,13 +118,14 @@ def _measured_size(layer: MeasuredLayer, form: Quantization | None, dtype_bytes:
     if form is not None and form.is_of_experts:
         expert_bytes = sum(_part_bytes(form, each, dtype_bytes) for each in layer.experts)
     reads = WeightReads(shared_bytes, expert_bytes, share)
-    return LayerSize(reads, shared + of_experts, shared + int(of_experts * share))
+    summed = tuple(each.num_outputs for each in (*layer.linears, *layer.experts) if each.has_some_inputs)
+    return LayerSize(reads, shared + of_experts, shared + int(of_experts * share), summed)
 
 
 def _part_bytes(form: Quantization, linear: MeasuredLinear, dtype_bytes: int) -> int:
     """Return the bytes of a weight of few bits, or of a member's part: within a block it makes smaller ones."""
     num_outputs, num_inputs, (rows, columns) = linear.num_outputs, linear.num_inputs, form.block
-    if linear.has_some_inputs and not form.can_cut_inputs(num_inputs, is_of_experts=linear.num_experts > 1):
+    if not form.is_kept(num_inputs, is_part=linear.has_some_inputs, is_of_experts=linear.num_experts > 1):
         return linear.num_experts * num_outputs * num_inputs * dtype_bytes
     if linear.has_some_outputs and num_outputs % rows:
         rows = 1
@@ -138,7 +149,7 @@ def share_of_member(config: ModelConfig) -> float:
 
 def linear_modules(config: ModelConfig, layer_index: int) -> list[str]:
     """Return the modules of a layer that may be quantized, below the layer's prefix: of products that are one, one."""
-    return [product.module for products in _products(config, layer_index) for product in products]
+    return [product.module for products in layer_products(config, layer_index) for product in products]
 
 
 def layer_prefix(config: ModelConfig, layer_index: int) -> str:
@@ -235,12 +246,13 @@ def parameter_counts(config: ModelConfig) -> tuple[int, int]:
 
 
 def _layer_size(config: ModelConfig, index: int, dtype_bytes: int) -> LayerSize:
-    prefix, (shared, of_expert) = layer_prefix(config, index), _products(config, index)
+    prefix, (shared, of_expert) = layer_prefix(config, index), layer_products(config, index)
     others = _num_other_parameters(config, index)
     shared_parameters = others + sum(product.num_elements for product in shared)
     always = others * dtype_bytes + sum(_held_bytes(config, prefix, product, dtype_bytes) for product in shared)
+    summed = [product.rows for product in shared if product.is_summed] + [_SQUARES] * config.has_wide_qk_norm
     if not of_expert or config.experts is None:
-        return LayerSize(WeightReads(always), shared_parameters, shared_parameters)
+        return LayerSize(WeightReads(always), shared_parameters, shared_parameters, tuple(summed))
     experts = config.experts
     expert_bytes = sum(_held_bytes(config, prefix, product, dtype_bytes) for product in of_expert)
     expert_parameters = sum(product.num_elements for product in of_expert)
@@ -254,10 +266,11 @@ def _layer_size(config: ModelConfig, index: int, dtype_bytes: int) -> LayerSize:
         ),
         shared_parameters + experts.num_held * expert_parameters,
         shared_parameters + experts.num_chosen * expert_parameters // experts.num_parts,
+        (*summed, config.hidden_size),
     )
 
 
-def _products(config: ModelConfig, index: int) -> tuple[list[_Product], list[_Product]]:
+def layer_products(config: ModelConfig, index: int) -> tuple[list[Product], list[Product]]:
     """Return the products of a layer that all tokens share, and those of one of its experts."""
     hidden, attention = config.hidden_size, config.attention[index]
     if isinstance(attention, AttentionConfig):
@@ -270,15 +283,15 @@ def _products(config: ModelConfig, index: int) -> tuple[list[_Product], list[_Pr
         mixed, gates, numbers = attention.row_sizes
         first, second = ("in_proj_qkvz", "in_proj_ba") if attention.is_joined else ("in_proj_qkv", "in_proj_b")
         block, inner = "linear_attn.", [(first, mixed + gates, hidden), (second, numbers, hidden)]
-    shared = [_Product(block + name, rows, columns) for name, rows, columns in inner]
+    shared = [Product(block + name, rows, columns) for name, rows, columns in inner]
     output = block + ("o_proj" if block == "self_attn." else "out_proj")
-    shared.append(_Product(output, hidden, attention.output_size, is_summed=True))
+    shared.append(Product(output, hidden, attention.output_size, is_summed=True))
     experts = config.experts_of(index)
     if experts is not None and experts.shared_size:
         below = experts.names.block + experts.names.shared
         shared += _gated_mlp(below, ("gate_proj", "down_proj"), hidden, experts.shared_size)
         if experts.has_shared_gate:
-            shared.append(_Product(f"{experts.names.block}shared_expert_gate", 1, hidden))
+            shared.append(Product(f"{experts.names.block}shared_expert_gate", 1, hidden))
     if experts is None or experts.is_beside_mlp:
         shared += _gated_mlp("mlp.", ("gate_proj", "down_proj"), hidden, config.intermediate_size)
     if experts is None:
@@ -290,11 +303,11 @@ def _products(config: ModelConfig, index: int) -> tuple[list[_Product], list[_Pr
 
 def _gated_mlp(
     prefix: str, names: tuple[str, str], hidden: int, intermediate: int, *, is_whole: bool = False
-) -> list[_Product]:
+) -> list[Product]:
     gate, down = names
     return [
-        _Product(prefix + gate, 2 * intermediate, hidden),
-        _Product(prefix + down, hidden, intermediate, is_summed=not is_whole),
+        Product(prefix + gate, 2 * intermediate, hidden),
+        Product(prefix + down, hidden, intermediate, is_summed=not is_whole),
     ]
 
 
@@ -329,11 +342,11 @@ def _num_other_parameters(config: ModelConfig, index: int) -> int:
     return count + (2 * intermediate + hidden) * config.mlp_bias
 
 
-def _held_bytes(config: ModelConfig, prefix: str, product: _Product, dtype_bytes: int) -> int:
+def _held_bytes(config: ModelConfig, prefix: str, product: Product, dtype_bytes: int) -> int:
     quantization, is_part = config.quantization, product.is_summed and config.num_members > 1
     if quantization is None or not quantization.covers(prefix + product.module):
         return product.num_elements * dtype_bytes
     is_of_experts = ".experts." in product.module
-    if is_part and not quantization.can_cut_inputs(product.columns, is_of_experts=is_of_experts):
+    if not quantization.is_kept(product.columns, is_part=is_part, is_of_experts=is_of_experts):
         return product.num_elements * dtype_bytes
     return quantization.weight_bytes(product.rows, product.columns)

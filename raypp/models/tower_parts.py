@@ -25,7 +25,7 @@ from raypp.encoder.protocol import (
     TensorSpec,
 )
 from raypp.models.vision_config import VisionConfig
-from raypp.models.weights import WeightReader
+from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.host_to_device import concatenated
 from raypp.prompt_items import EncoderItem
 
@@ -85,12 +85,22 @@ class PatchTower(SupportsEncoderCudaGraph[PatchBatch]):
 
     Args:
         config: The tower's.
-        device: Of its weights.
+        dtype: Of weights and activations; the rows come out in it.
+        device: Where they are.
+        source: Weights, by the names of the checkpoint.
+
+    Raises:
+        ModelLoadError: a tensor is missing, has the wrong shape, or cannot be read.
     """
 
-    def __init__(self, config: VisionConfig, device: torch.device) -> None:
+    def __init__(self, config: VisionConfig, dtype: torch.dtype, device: torch.device, source: WeightSource) -> None:
         self._config = config
         self._device = device
+        self._read(config, WeightReader(source, dtype, device))
+
+    @abstractmethod
+    def _read(self, config: VisionConfig, whole: WeightReader) -> None:
+        """Read the layers."""
 
     @abstractmethod
     def forward(self, inputs: Mapping[str, torch.Tensor], max_segment_len: int) -> torch.Tensor:

@@ -185,6 +185,8 @@ class _InPlaceOf(nn.Module):
 class _Elsewhere(_InPlaceOf):
     """Stands where another stage's layer is: hands in what was received, or passes on; keeps what it was given.
 
+    Or where a module of the last stage is, behind its layers.
+
     Args:
         layer: The other stage's.
         num_outputs: Elements of the tuple that it returns; None: it returns a tensor.
@@ -315,6 +317,8 @@ class TransformersModel:
             model.set_input_embeddings(nn.Identity())
         if not self._is_last:
             model.set_output_embeddings(nn.Identity())
+        for name in () if self._is_last else config.modules_behind:
+            self._set(name, _Elsewhere(model.get_submodule(name), None))
         if self._config.layer_inputs.size:
             self._make_inputs = self._decoder.project_per_layer_inputs
             self._decoder.project_per_layer_inputs = lambda _, made: made
@@ -476,9 +480,9 @@ class TransformersModel:
             return set()
         return {f"{name}.weight" for name, module in self._model.named_modules() if module is head}
 
-    def _set(self, name: str, parameter: nn.Parameter) -> None:
+    def _set(self, name: str, part: nn.Parameter | nn.Module) -> None:
         owner, _, last = name.rpartition(".")
-        setattr(self._model.get_submodule(owner), last, parameter)
+        setattr(self._model.get_submodule(owner), last, part)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._model.named_parameters()

@@ -131,11 +131,12 @@ def probe(path: Path, *, trusts_code: bool = False, num_members: int = 1) -> dic
     ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
     logits, num_outputs = torch.empty(0), dict[nn.Module, int | None]()
 
-    def note(layer: nn.Module, _: Any, output: Any) -> None:
-        num_outputs[layer] = len(output) if isinstance(output, tuple) else None
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        num_outputs[module] = len(output) if isinstance(output, tuple) else None
 
-    for layer in layers:
-        layer.register_forward_hook(note)
+    others = [each for each in model.get_decoder().children() if not {*each.modules()} & {*layers}]
+    for module in (*layers, *others):
+        module.register_forward_hook(note)
 
     def run(**options: Any) -> None:
         nonlocal logits
@@ -162,6 +163,8 @@ def probe(path: Path, *, trusts_code: bool = False, num_members: int = 1) -> dic
         _measured(layer, config, names, num_outputs[layer], parts, witness)
         for layer, witness in zip(layers, witnesses, strict=True)
     ]
+    ran = list(num_outputs)  # in the order of their first runs
+    behind = [module for module in ran[1 + max(map(ran.index, layers)) :] if [*module.parameters()]]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = embedding.weight is head.weight or bool(getattr(config, "tie_word_embeddings", False))
     return {
@@ -174,6 +177,7 @@ def probe(path: Path, *, trusts_code: bool = False, num_members: int = 1) -> dic
         "states": [[asdict(each) for each in of_layer] for of_layer in states],
         "layers": [asdict(each) for each in measured],
         "layer_inputs": _layer_inputs(model),
+        "modules_behind": [names[module] for module in behind],
     }
 
 

@@ -45,7 +45,6 @@ _SUM_US = ((1, 3.3), (16, 4.3), (64, 7.5), (128, 12.0), (256, 30.0))
 """What a sum over members takes, by rows of 4,096 numbers in 16 bits: measured with two over NVLink. More rows take as
 much more."""
 _SUM_COLUMNS = 4096
-_SUMS_PER_LAYER = 2
 _DRAW_MS, _DRAWN_BYTES_PER_MS = 0.05, 2e8  # of the exchanges by which members draw, over NVLink: an estimate
 
 
@@ -144,7 +143,8 @@ def estimated_costs(
         free_tokens = FREE_STEP_TOKENS["cuda"] * speed.flops_per_byte / H200.flops_per_byte
     roofline = RooflineCost(free_tokens)
     growth = roofline(num_tokens) / roofline(num_decode_tokens)
-    layers = [growth * size.reads.of(num_tokens) for size in layer_sizes(model, dtype_bytes)]
+    sizes = layer_sizes(model, dtype_bytes)
+    layers = [growth * size.reads.of(num_tokens) for size in sizes]
     of_token = kv_bytes_read(model, kv_dtype_bytes)
     num_seen = num_seen or [0.0] * model.num_layers
     head = float(lm_head_bytes(model, dtype_bytes) + drafting_bytes)
@@ -153,27 +153,27 @@ def estimated_costs(
         return StepCosts(layers=list(map(add, layers, seen)), last_stage=head)
     flops_per_ms = _GPU_LATENT_FLOPS_PER_MS * speed.flops / H200.flops
     verify_ms = num_verified * _GPU_DRAFT_MS
-    sums_ms, head_ms = 0.0, _GPU_HEAD_MS + verify_ms
-    head_ms += num_proposed * _GPU_PROPOSAL_MS
+    head_ms = _GPU_HEAD_MS + verify_ms + num_proposed * _GPU_PROPOSAL_MS
     if model.num_members > 1:
-        sums_ms = layer_sums_ms(model, num_tokens)
         head_ms += _DRAW_MS + num_decode_tokens * exchanged_bytes(model.num_members) / _DRAWN_BYTES_PER_MS
     return StepCosts(
         layers=[
             num_bytes / bytes_per_ms
             + _layer_ms(layer)
             + verify_ms
-            + sums_ms
+            + layer_sums_ms(model, size, num_tokens)
             + seen * _seen_ms(layer, 1 + num_verified, kv_bytes, bytes_per_ms, flops_per_ms)
-            for layer, num_bytes, seen, kv_bytes in zip(model.attention, layers, num_seen, of_token, strict=True)
+            for layer, size, num_bytes, seen, kv_bytes in zip(
+                model.attention, sizes, layers, num_seen, of_token, strict=True
+            )
         ],
         last_stage=head / bytes_per_ms + head_ms,
     )
 
 
-def layer_sums_ms(model: ModelConfig, num_tokens: float) -> float:
+def layer_sums_ms(model: ModelConfig, size: LayerSize, num_tokens: float) -> float:
     """Return what the sums of a layer over the members of a stage take on GPUs, milliseconds; 0 of one member."""
-    return _SUMS_PER_LAYER * sum_ms(num_tokens * model.hidden_size / _SUM_COLUMNS) if model.num_members > 1 else 0.0
+    return (model.num_members > 1) * sum((sum_ms(num_tokens * each / _SUM_COLUMNS) for each in size.summed), 0.0)
 
 
 def sum_ms(num_rows: float) -> float:

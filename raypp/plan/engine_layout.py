@@ -19,6 +19,7 @@ from pathlib import Path
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig, as_stored, load_model_config
+from raypp.models.draft_head_config import DraftHeadConfig
 from raypp.models.member_sizes import of_one_member
 from raypp.models.quantization import ONLINE_FP8
 from raypp.models.sizes import kv_bytes_per_token, parameter_counts, state_bytes_per_row
@@ -64,6 +65,7 @@ class EngineLayout:
     num_threads: int  # compute threads of a stage
     ngram_window: int  # 0 without speculation
     draft_head: DraftHeadSpec | None
+    held_head: DraftHeadConfig | None  # the same with the form on the device
     draft_head_bytes: int  # of weights, on the last stage
     encoders: EncoderPlan
     gpus: tuple[StageGpus, ...]  # of each stage
@@ -152,6 +154,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         _check_batch_invariant(config, model, hardware, device=device, dtype=dtype)
     head, head_path = draft_head(config, model, hardware, device=device, dtype=dtype, model_path=model_path)
     held = held_model(model, hardware, device=device, dtype=dtype)
+    held_head = head and replace(head, layer=held_model(head.layer, hardware, device=device, dtype=dtype))
     if head is not None and model.windows[0] is not None:
         raise ConfigError(
             "a draft head sees all tokens of a request, and this model keeps none that long",
@@ -172,7 +175,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     take_all = device != "cpu" and config.parallel.stage_num_gpus == 1 and not encoders.num_encoders
     gpus = gpus_of_stages(hardware, num_stages, read.num_members, take_all=take_all)
     window = ngram_window(config, model)
-    head_bytes = 0 if head is None else draft_head_bytes(head, model, num_stages, dtype_bytes)
+    head_bytes = 0 if held_head is None else draft_head_bytes(held_head, model, num_stages, dtype_bytes)
 
     def memory_of(config: EngineConfig, layers: Sequence[int]) -> tuple[StageMemory, ...]:
         starts = [sum(layers[:index]) for index in range(num_stages)]
@@ -217,7 +220,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         )
 
     without_layers = memory_of(config, [0] * num_stages)
-    costs = costs_of(config, held, head, dtype_bytes, device, gpus)
+    costs = costs_of(config, held, held_head, dtype_bytes, device, gpus)
     layers = layers_per_stage(config, model, costs, room_for if gpus[0].indices else None)
     starts = [sum(layers[:index]) for index in range(num_stages)]
     head_spec = None if head is None else draft_head_spec(config, head_path, head, starts)
@@ -236,6 +239,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         num_threads=num_threads,
         ngram_window=window,
         draft_head=head_spec,
+        held_head=held_head,
         draft_head_bytes=head_bytes,
         encoders=encoders,
         gpus=tuple(gpus),

@@ -138,15 +138,13 @@ class EnginePlan(EngineLayout):
 
     def draft_policy(self) -> DraftPolicy:
         """Return what chooses the number of drafts of each step."""
-        head = None if self.draft_head is None else self.draft_head.config
-        return draft_policy(self.config, self.device, self.held_model, head, self.dtype_bytes)
+        return draft_policy(self.config, self.device, self.held_model, self.held_head, self.dtype_bytes)
 
     @property
     def drafting_bytes(self) -> int:
         """What a draft head reads for a step's drafts."""
-        if self.draft_head is None:
-            return 0
-        return int(self.draft_head.config.drafting_bytes(usual_proposals(self.config), self.dtype_bytes))
+        head, num_drafts = self.held_head, usual_proposals(self.config)
+        return 0 if head is None else int(head.drafting_bytes(num_drafts, self.dtype_bytes))
 
     @property
     def min_prefill_chunk_tokens(self) -> int:

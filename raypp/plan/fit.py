@@ -96,12 +96,11 @@ class Fit:
             num_rows * min(num_tokens, (layer.attention and layer.attention.window) or num_tokens)
             for layer in layout.model.attention
         ]
-        head = None if layout.draft_head is None else layout.draft_head.config
         costs = stage_costs(
             costs_of(
                 self.config,
                 layout.held_model,
-                head,
+                layout.held_head,
                 layout.dtype_bytes,
                 layout.device,
                 layout.gpus,

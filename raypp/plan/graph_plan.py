@@ -24,8 +24,8 @@ _PIECEWISE_GRAIN = 128
 
 _PIECE_BYTES = 640 << 10  # a graph between two attention calls
 _BODY_BYTES = 3 << 20  # a graph of a whole stage, without its sampling
-_TAIL_BYTES = 1 << 20  # one of sampling
-_NUM_TAILS = 3
+_TAIL_BYTES = 1 << 20  # one of sampling, or of reports
+_NUM_TAILS = 2
 _KERNEL_BYTES = 256 << 20  # that are loaded meanwhile
 
 
@@ -48,6 +48,7 @@ def graph_spec(
     spec = GraphSpec(
         has_full=mode in ("full", "full_and_piecewise"),
         max_piecewise_tokens=_max_piecewise_tokens(config, model) if has_pieces else 0,
+        has_reports=config.model.max_logprobs != 0,
         is_required=config.graphs.mode != "auto",
         compile_backend="inductor" if config.graphs.compile else None,
         compile_threads=config.graphs.compile_threads,
@@ -105,7 +106,7 @@ def _graph_bytes(sizes: StepSizes, config: EngineConfig, model: ModelConfig, dty
         return 0
     num_layers = math.ceil(model.num_layers / config.parallel.num_stages)
     graphs = len(sizes.piecewise) * (num_layers + 1) * _PIECE_BYTES
-    graphs += len(sizes.full) * (_BODY_BYTES + _NUM_TAILS * _TAIL_BYTES)
+    graphs += len(sizes.full) * (_BODY_BYTES + (_NUM_TAILS + (config.model.max_logprobs != 0)) * _TAIL_BYTES)
     if config.speculative.uses_head:  # what follows a step of each size, and proposals: none, one, and each K
         num_proposals = len({size.num_rows for size in sizes.full}) * len({0, 1, *config.speculative.ladder})
         graphs += (len(sizes.full) + num_proposals) * _TAIL_BYTES

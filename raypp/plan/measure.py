@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import add
 from typing import Any, cast
 
 import numpy as np
@@ -68,7 +69,7 @@ class MeasuredCosts:
     last_stage_ms: float  # LM head and sampler, less the sending
     num_prompt_tokens: int = 0  # of the step
     drafting_ms: float = 0.0  # of a draft head: estimated from its bytes and a layer's time
-    sums_ms: float = 0.0  # of each layer's time, of sums over the members of a stage: estimated, on GPUs alone
+    sums_ms: float = 0.0  # of a layer's time, the mean: of sums over the members of a stage: estimated, on GPUs alone
 
     @property
     def step_text(self) -> str:
@@ -120,12 +121,13 @@ def measure_costs(
         for kind in dict.fromkeys(of_layers)
     }
     layer_ms = [kinds[kind].layers_ms[0] for kind in of_layers]
-    reads_per_ms = sum(size.reads.of(num_rows + num_prompt_tokens) for size in sizes) / sum(layer_ms)
-    sums_ms = layer_sums_ms(plan.model, num_rows + num_prompt_tokens) if plan.stage_spec(0).device != "cpu" else 0.0
+    num_tokens, on_gpu = num_rows + num_prompt_tokens, plan.stage_spec(0).device != "cpu"
+    reads_per_ms = sum(size.reads.of(num_tokens) for size in sizes) / sum(layer_ms)
+    sums_ms = [layer_sums_ms(plan.model, size, num_tokens) if on_gpu else 0.0 for size in sizes]
     return replace(
         kinds[of_layers[0]],
-        layers_ms=tuple(own_ms + sums_ms for own_ms in layer_ms),
-        sums_ms=sums_ms,
+        layers_ms=tuple(map(add, layer_ms, sums_ms)),
+        sums_ms=sum(sums_ms) / len(sums_ms),
         drafting_ms=plan.drafting_bytes / reads_per_ms,
     )
 

@@ -187,7 +187,7 @@ class FullGraphs:
                     masks = self._end.grammars.of_places(size.num_rows, size.num_tokens, size.num_drafts)
                 tail = partial(self._tail, batch, EndInputs(needs, masks=masks))
                 self._graphs.record(FULL, ("tail", *size, needs), tail, watched=self._watched_tail(batch, needs))
-            if self._graphs.makes_graphs:
+            if self._graphs.makes_graphs and self._spec.graphs.has_reports:
                 self._graphs.record(FULL, ("report", *size), partial(self._report, batch, self._chosen))
         if self.drafts is not None:
             self.drafts.record(batch, lambda: self.last.hidden)

@@ -20,6 +20,7 @@ class GraphSpec:
 
     has_full: bool = False  # decode steps
     max_piecewise_tokens: int = 0  # any other step of at most so many tokens, piecewise; 0: none
+    has_reports: bool = True  # of log-probabilities, behind decode steps
     is_required: bool = False  # whether a stage without memory for any refuses to start
     planned_bytes: int = 0  # of device memory, that was left to the graphs when the KV cache was sized
     max_bytes: int | None = None  # that they may take before sizes are left out; None: what there is

@@ -285,53 +285,32 @@ def _project_rows(
     EARLY: tl.constexpr = (32 if HAS_BLOCKS else 64) >= ROWS
     if HAS_RESIDUAL and EARLY:  # now, not at the end, so that its latency is hidden, if registers hold it
         before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
-    if HAS_BLOCKS:
-        # Scales are loaded one piece ahead here: the compiler does that for the pieces alone.
-        num_blocks = tl.cdiv(num_inputs, BLOCK_COLUMNS)
-        x_scales, scales = x_scale + real_row, weight_scale + real // BLOCK_ROWS * num_blocks
-        up_scales = weight_scale + (num_outputs + real) // BLOCK_ROWS * num_blocks
-        last_block = num_blocks - 1
-        block = tl.minimum(first // BLOCK_COLUMNS, last_block)
-        first_by_row, first_by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
-        first_by_up = first_by_output
-        block = tl.minimum((first + INPUTS) // BLOCK_COLUMNS, last_block)
-        by_row, by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
-        by_up = by_output
-        if HAS_GATE:
-            first_by_up = tl.load(up_scales + tl.minimum(first // BLOCK_COLUMNS, last_block))
-            by_up = tl.load(up_scales + tl.minimum((first + INPUTS) // BLOCK_COLUMNS, last_block))
+    # Scales are loaded one piece ahead here: the compiler does that for the pieces alone.
+    num_blocks = tl.cdiv(num_inputs, BLOCK_COLUMNS)
+    x_scales, scales = x_scale + real_row, weight_scale + real // BLOCK_ROWS * num_blocks
+    up_scales = weight_scale + (num_outputs + real) // BLOCK_ROWS * num_blocks
+    first_by_row, first_by_output, first_by_up = _scales(
+        x_scales, scales, up_scales, first, num_inputs, x_scale_stride, BLOCK_COLUMNS, HAS_BLOCKS, HAS_GATE
+    )
+    by_row, by_output, by_up = _scales(
+        x_scales, scales, up_scales, first + INPUTS, num_inputs, x_scale_stride, BLOCK_COLUMNS, HAS_BLOCKS, HAS_GATE
+    )
     for begin in range(first + INPUTS, last, INPUTS):
         inside = (begin + column < last)[None, :]
         value = tl.load(x + x_cell + begin, mask=is_row if IS_EVEN else is_row & inside, other=0.0)
         piece = load(weight + cell + begin, inside, IS_EVEN)
         fence_shared(OVERLAPS)
-        if HAS_BLOCKS:
-            block = tl.minimum((begin + INPUTS) // BLOCK_COLUMNS, last_block)
-            next_by_row, next_by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
-            total += tl.dot(piece, tl.trans(value)) * (by_output.to(tl.float32)[:, None] * by_row[None, :])
-            by_output = next_by_output
-        else:
-            total = tl.dot(piece, tl.trans(value), total)
+        next_by_row, next_by_output, next_by_up = _scales(
+            x_scales, scales, up_scales, begin + INPUTS, num_inputs, x_scale_stride, BLOCK_COLUMNS, HAS_BLOCKS, HAS_GATE
+        )
+        total = _with_piece(total, piece, value, by_output, by_row, HAS_BLOCKS)
         if HAS_GATE:
             up_piece = load(weight + up_offset + cell + begin, inside, IS_EVEN)
-            if HAS_BLOCKS:
-                next_by_up = tl.load(up_scales + block)
-                up_total += tl.dot(up_piece, tl.trans(value)) * (by_up.to(tl.float32)[:, None] * by_row[None, :])
-                by_up = next_by_up
-            else:
-                up_total = tl.dot(up_piece, tl.trans(value), up_total)
-        if HAS_BLOCKS:
-            by_row = next_by_row
-    if HAS_BLOCKS:
-        by_cell = first_by_output.to(tl.float32)[:, None] * first_by_row[None, :]
-        total += tl.dot(first_piece, tl.trans(first_value)) * by_cell
-        if HAS_GATE:
-            by_cell = first_by_up.to(tl.float32)[:, None] * first_by_row[None, :]
-            up_total += tl.dot(first_up_piece, tl.trans(first_value)) * by_cell
-    else:
-        total = tl.dot(first_piece, tl.trans(first_value), total)
-        if HAS_GATE:
-            up_total = tl.dot(first_up_piece, tl.trans(first_value), up_total)
+            up_total = _with_piece(up_total, up_piece, value, by_up, by_row, HAS_BLOCKS)
+        by_row, by_output, by_up = next_by_row, next_by_output, next_by_up
+    total = _with_piece(total, first_piece, first_value, first_by_output, first_by_row, HAS_BLOCKS)
+    if HAS_GATE:
+        up_total = _with_piece(up_total, first_up_piece, first_value, first_by_up, first_by_row, HAS_BLOCKS)
     if HAS_GATE:
         totals, is_last = sums_of_splits((tl.trans(total), tl.trans(up_total)), partial, counters, SPLITS)
     else:
@@ -414,32 +393,22 @@ def _project_many(
         begin = first + _place(0, length, HELD)
         total = tl.zeros((OUTPUTS, ROWS), tl.float32)
         up_total = total
-        if HAS_BLOCKS:  # loaded one piece ahead, as above
-            block = tl.minimum(begin // BLOCK_COLUMNS, num_blocks - 1)
-            by_row, by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
-            by_up = tl.load(up_scales + block) if HAS_GATE else by_output
+        by_row, by_output, by_up = _scales(  # loaded one piece ahead, as above
+            x_scales, scales, up_scales, begin, num_inputs, x_scale_stride, BLOCK_COLUMNS, HAS_BLOCKS, HAS_GATE
+        )
         for done in range(0, length, INPUTS):
             inside = (begin + column < num_inputs)[None, :]
             value, piece = load(x + x_cell + begin, inside, IS_EVEN), load(weight + cell + begin, inside, IS_EVEN)
             fence_shared(OVERLAPS)
             next_begin = first + _place(done + INPUTS, length, HELD)
-            if HAS_BLOCKS:
-                block = tl.minimum(next_begin // BLOCK_COLUMNS, num_blocks - 1)
-                next_by_row, next_by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
-                total += tl.dot(piece, tl.trans(value)) * (by_output.to(tl.float32)[:, None] * by_row[None, :])
-                by_output = next_by_output
-            else:
-                total = tl.dot(piece, tl.trans(value), total)
+            next_by_row, next_by_output, next_by_up = _scales(
+                x_scales, scales, up_scales, next_begin, num_inputs, x_scale_stride, BLOCK_COLUMNS, HAS_BLOCKS, HAS_GATE
+            )
+            total = _with_piece(total, piece, value, by_output, by_row, HAS_BLOCKS)
             if HAS_GATE:
                 up_piece = load(weight + up_offset + cell + begin, inside, IS_EVEN)
-                if HAS_BLOCKS:
-                    next_by_up = tl.load(up_scales + block)
-                    up_total += tl.dot(up_piece, tl.trans(value)) * (by_up.to(tl.float32)[:, None] * by_row[None, :])
-                    by_up = next_by_up
-                else:
-                    up_total = tl.dot(up_piece, tl.trans(value), up_total)
-            if HAS_BLOCKS:
-                by_row = next_by_row
+                up_total = _with_piece(up_total, up_piece, value, by_up, by_row, HAS_BLOCKS)
+            by_row, by_output, by_up = next_by_row, next_by_output, next_by_up
             begin = next_begin
         if TURNS > 1:
             sums += total
@@ -454,6 +423,28 @@ def _project_many(
     if HAS_RESIDUAL:
         result += tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
     tl.store(y + y_cell, as_stored(result, y, CLAMPS), mask=in_y)
+
+
+@triton.jit
+def _scales(
+    x_scales, scales, up_scales, begin, num_inputs, x_scale_stride,
+    COLUMNS: tl.constexpr, HAS_BLOCKS: tl.constexpr, HAS_GATE: tl.constexpr,
+):  # fmt: skip
+    """Return the scales of the block that begins there, or of the last one: of rows, of outputs, and of the gate's."""
+    by_row, by_output, by_up = 1.0, 1.0, 1.0
+    if HAS_BLOCKS:
+        block = tl.minimum(begin // COLUMNS, tl.cdiv(num_inputs, COLUMNS) - 1)
+        by_row, by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
+        by_up = tl.load(up_scales + block) if HAS_GATE else by_output
+    return by_row, by_output, by_up
+
+
+@triton.jit
+def _with_piece(total, piece, value, by_output, by_row, HAS_BLOCKS: tl.constexpr):
+    """Return sums with those of one more piece, whose scales may be of blocks."""
+    if HAS_BLOCKS:
+        return total + tl.dot(piece, tl.trans(value)) * (by_output.to(tl.float32)[:, None] * by_row[None, :])
+    return tl.dot(piece, tl.trans(value), total)
 
 
 @triton.jit

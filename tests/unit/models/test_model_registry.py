@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from raypp.errors import ModelLoadError
 from raypp.models.registry import resolve_model_path
@@ -41,6 +43,35 @@ def test_an_id_has_revisions(tmp_path, monkeypatch):
     assert found == ["a" * 40, "a" * 40, "b" * 40]
     with pytest.raises(ModelLoadError, match="cannot be downloaded in revision 'v2'"):
         resolve_model_path("somebody/model", "v2")
+
+
+_USUAL = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+_OWN = ["consolidated-00001-of-00001.safetensors", "consolidated.safetensors.index.json"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        (["config.json", *_USUAL, *_OWN], _USUAL),
+        (["config.json", "model.safetensors", "consolidated.safetensors"], ["model.safetensors"]),
+        (_OWN, _OWN),
+        (["config.json", *_OWN], _OWN),  # of the model that Mistral's own files are of
+        (["config.json", *_USUAL, "original/model.safetensors"], _USUAL),
+    ],
+)
+def test_one_form_of_a_checkpoint_is_downloaded(tmp_path, monkeypatch, stored, expected):
+    others = ["params.json", "tekken.json"]
+
+    def download(model, *, revision, allow_patterns, ignore_patterns):
+        names = filter_repo_objects([*stored, *others], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        for name in names:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    found = {file.name for file in resolve_model_path("mistralai/Model").rglob("*.*")}
+    assert found - {"config.json"} == {*expected, *others}
 
 
 @pytest.mark.parametrize("is_embedded", [True, False])

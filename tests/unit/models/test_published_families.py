@@ -17,7 +17,10 @@ from raypp.models.config import ModelConfig, load_model_config
 from raypp.models.layer import inverse_frequencies
 from raypp.models.member_sizes import of_one_member
 from raypp.models.quantization import Quantization
-from raypp.models.sizes import kv_bytes_per_token, parameter_counts
+from raypp.models.sizes import kv_bytes_per_token, layer_sizes, parameter_counts
+from raypp.models.weights import DummyWeights
+from raypp.ops.cuda.expert_products import has_kernel
+from raypp.ops.cuda.kernel_launch import Device
 
 SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
 GEMMA3_4B: dict[str, Any] = {
@@ -444,17 +447,48 @@ def test_what_is_unsaid_or_null(tmp_path: Path) -> None:
     assert (config.logit_cap, config.attending[0].soft_cap) == (None, None)
 
 
+_FP8 = Quantization(format="fp8", block=(128, 128), is_for_gpus=True)
+_ORDERED = Quantization(format="gptq", block=(1, 128), has_order=True, is_for_gpus=True)
+
+
 @pytest.mark.parametrize(
     ("form", "size", "keeps"),
     [
         (Quantization(format="mxfp4", block=(1, 32), is_for_gpus=True), 1440, True),
         (Quantization(format="mxfp4", block=(1, 32), is_for_gpus=True), 720, False),  # groups of 16
-        (Quantization(format="fp8", block=(128, 128), is_for_gpus=True), 384, True),
-        (Quantization(format="fp8", block=(128, 128), is_for_gpus=True), 192, False),
+        (_FP8, 384, True),
+        (_FP8, 192, False),
         (Quantization(format="fp8", block=(1, 0), is_for_gpus=True), 352, True),
         (Quantization(format="fp8", block=(1, 0), is_for_gpus=True), 176, False),
     ],
 )
 def test_which_parts_of_experts_keep_their_form(form: Quantization, size: int, keeps: bool) -> None:
-    assert form.can_cut_inputs(size, is_of_experts=True) == keeps
-    assert form.can_cut_inputs(size, is_of_experts=False)
+    assert form.is_kept(size, is_part=True, is_of_experts=True) == keeps
+    assert form.is_kept(size, is_part=True, is_of_experts=False)
+
+
+@pytest.mark.parametrize(
+    ("form", "num_inputs", "keeps"),
+    [
+        (_ORDERED, 768, False),  # kernels of experts read inputs as they come
+        (replace(_ORDERED, is_for_gpus=False), 768, True),  # as it is stored
+        (replace(_ORDERED, has_order=False), 768, True),
+        (_FP8, 192, True),
+        (replace(_FP8, block=(1, 64)), 192, False),
+        (replace(_FP8, block=(1, 0)), 176, False),
+    ],
+)
+def test_which_whole_experts_keep_their_form(form: Quantization, num_inputs: int, keeps: bool) -> None:
+    """As `raypp.ops.cuda.expert_products.has_kernel` says of the weight."""
+    assert form.is_kept(num_inputs, is_part=False, is_of_experts=True) == keeps
+    assert form.is_kept(num_inputs, is_part=False, is_of_experts=False)
+    if form.is_for_gpus:
+        weight = DummyWeights(0).quantized("w", (2, 128, num_inputs), form)
+        assert has_kernel(weight, torch.bfloat16, Device.of(torch.device("cpu"))) == keeps
+
+
+def test_experts_whose_inputs_have_an_order_are_counted_in_16_bits() -> None:
+    model = load_model_config(SHAPES / "qwen3-30b-a3b")
+    plain, ordered = (layer_sizes(replace(model, quantization=form), 2)[0].reads for form in (None, _ORDERED))
+    assert ordered.experts == plain.experts
+    assert ordered.always < 0.4 * plain.always

@@ -132,6 +132,20 @@ def test_a_member_holds_what_is_planned(model_type: str, count: int, share: floa
     assert share_of_member(plan.model) == pytest.approx(share, rel=0.05)
 
 
+@pytest.mark.parametrize("model_type", ["mistral", "lfm2", "gpt_oss"])
+def test_no_two_stages_hold_the_same(model_type: str, tmp_path: Path) -> None:
+    """What runs behind the last layer is the last stage's, whatever the decoder calls it."""
+    path = make_shrunken(model_type, tmp_path, tie_word_embeddings=False)
+    where: Any = {"dtype": torch.float32, "device": torch.device("cpu"), "path": path}
+    config, found = _planned(path, 1).model, list[tuple[int, int]]()
+    for start, end in ((0, 4), (0, 1), (1, 3), (3, 4)):
+        model, source = build_model(config, start_layer=start, end_layer=end, **where), _Noted(path)
+        model.load_weights(source)
+        found.append((model.weight_bytes, source.num_read))
+    whole, *parts = found
+    assert tuple(map(sum, zip(*parts, strict=True))) == whole
+
+
 @pytest.mark.parametrize(
     ("form", "count"), [("compressed int4 of 32", 2), ("awq", 4), ("compressed fp8 channel", 4), ("fp8 blocks", 2)]
 )

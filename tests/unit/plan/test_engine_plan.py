@@ -334,6 +334,25 @@ def test_a_heads_weights_are_read_in_8_bits_where_that_can_be(capability, settin
         assert as_given.stages[-1].draft_head_bytes < plan.stages[-1].draft_head_bytes  # the rounded ones are besides
 
 
+def test_an_mtp_head_in_fp8_takes_what_the_device_holds_of_it() -> None:
+    """In 8 bits besides, products have 16, too; experts keep their form where the device multiplies it."""
+    mtp = {"method": "mtp", "num_speculative_tokens": 3}
+
+    def head_bytes(capability: tuple[int, int], **speculative: object) -> float:
+        plan = _on_gpus("qwen3.6-35b-a3b-fp8", capability, speculative=mtp | speculative)
+        return plan.stages[-1].draft_head_bytes - embedding_bytes(plan.model, 2)
+
+    hidden, expert, shared, vocab = 2048, 512, 512, 248_320
+    experts = 256 * 3 * expert * hidden
+    attention = (2 * 16 * 256 + 2 * 2 * 256) * hidden + hidden * 16 * 256  # queries have gates
+    products = attention + 3 * shared * hidden
+    others = 2 * (2 * hidden * hidden + 256 * hidden)  # fc, router
+    rounded = products + 2 * hidden * hidden + vocab * hidden
+    assert head_bytes((9, 0)) == pytest.approx(experts + 2 * products + others + rounded, rel=0.005)
+    assert head_bytes((9, 0), head_weights="model") == pytest.approx(experts + products + others, rel=0.005)
+    assert head_bytes((8, 6)) == pytest.approx(2 * (experts + products) + others, rel=0.005)
+
+
 def test_layers_of_stages_on_gpus() -> None:
     """As docs/design/0048 says: drafts make a layer slower, a head takes layers from the last stage."""
     ngram = {"method": "ngram", "num_speculative_tokens": 4}

@@ -293,7 +293,7 @@ def test_mistakes_are_errors() -> None:
 def test_of_a_hugging_face_id_the_configuration_alone_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
-    def download(model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(model: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked.append(allow_patterns)
         if model == "Qwen/NoNetwork":
             raise OSError("no route to host")
@@ -302,6 +302,7 @@ def test_of_a_hugging_face_id_the_configuration_alone_is_downloaded(monkeypatch:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     fit = check_fit(EngineConfig.from_flat("Qwen/Qwen3-8B"), described_hardware(read_machines("1x80GB")))
     assert fit.num_kv_tokens > 0
+    assert len(asked) == 1
     assert not [pattern for patterns in asked for pattern in patterns if "safetensors" in pattern or "*" in pattern]
     with pytest.raises(ModelLoadError) as caught:
         resolve_config_path("Qwen/NoNetwork")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from op_tape import spoiling_tape_graphs, tape_graphs
 
@@ -12,6 +13,7 @@ from raypp.config.engine_config import EngineConfig
 from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.messages import Unrecorded
 from raypp.plan.engine_plan import EnginePlan, plan_engine
+from raypp.plan.graph_plan import graph_spec
 from raypp.plan.hardware import Hardware
 from raypp.sampling_params import MAX_BIASED_TOKENS
 from raypp.stage.full_graphs import FullGraphs
@@ -91,6 +93,30 @@ def test_replays_choose_the_same(tails, settings):
     tails.clear()
     assert _generate(engine, requests) == expected
     assert not tails
+
+
+def test_reports_are_recorded_where_requests_may_ask_for_log_probabilities(monkeypatch):
+    """Of a request's own tokens, which it may always ask for, they are made step by step otherwise."""
+    recorded, record = [], CudaGraphManager.record
+
+    def noted(self, mode, key, *args, **kwargs):
+        recorded.append(key[0])
+        return record(self, mode, key, *args, **kwargs)
+
+    monkeypatch.setattr(CudaGraphManager, "record", noted)
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=0)
+    found = []
+    for max_logprobs in (20, 0):
+        recorded.clear()
+        engine = _engine(tape_graphs, mode="full", max_logprobs=max_logprobs)
+        assert ("report" in recorded) == (max_logprobs > 0)
+        engine.submit([5, 80, 99], params)
+        updates = [update for _ in range(20) for update in engine.step()]
+        found.append(np.concatenate([each.logprobs.own.logprobs for each in updates if each.logprobs is not None]))
+    assert found[0].shape == (6, 1)
+    np.testing.assert_array_equal(*found)
+    planned = [graph_spec(engine_plan(max_logprobs=most).config, engine_plan().model, "cuda", 2) for most in (20, 0)]
+    assert planned[0].planned_bytes > planned[1].planned_bytes
 
 
 def test_debug_mode_agrees():
