@@ -439,8 +439,11 @@ def _transformers_config(
     quantization = read_quantization(ConfigFields(text.file, {**text.values, **tied}))
     if has_options:
         raise text.error("rope_scaling", "an option", "none: transformers' modules rotate as config.json says")
+    family = FAMILIES.get(name)
+    tower = None if family is None or family.vision is None or family.vision.kind != "gemma4" else family.vision
     return ModelConfig(
         architecture=architecture,
+        vision=None if tower is None else read_vision_config(path, whole, found["hidden_size"], tower),
         vocab_size=found["vocab_size"],
         hidden_size=found["hidden_size"],
         intermediate_size=0,

@@ -235,6 +235,10 @@ class DecoderModel:
         embedded = look_up(input_ids) if self._part is None else self._part.embedded(input_ids, look_up)
         return embedded if self._embedding_scale is None else embedded.mul_(self._embedding_scale)
 
+    def embed_items(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return embeddings of images, [N, H], as they are."""
+        return rows
+
     def forward(
         self,
         hidden: torch.Tensor,

@@ -118,6 +118,7 @@ def build_encoder(config: ModelConfig, *, dtype: torch.dtype, device: torch.devi
     from raypp.models.gemma3_tower import Gemma3VisionTower
     from raypp.models.gemma4_tower import Gemma4VisionTower
     from raypp.models.qwen3_vl import Qwen3VLVisionTower
+    from raypp.models.vision_config import AUDIO_PREFIXES
     from raypp.models.weights import warn_of_unread
 
     assert config.vision is not None, f"{config.architecture} reads text alone"
@@ -127,7 +128,8 @@ def build_encoder(config: ModelConfig, *, dtype: torch.dtype, device: torch.devi
         "gemma4": Gemma4VisionTower,
     }
     tower = towers[config.vision.kind](config.vision, dtype, device, source)
-    warn_of_unread(source, "the vision tower", lambda name: not name.startswith((config.weight_prefix, "lm_head.")))
+    others = (config.weight_prefix, "lm_head.", *AUDIO_PREFIXES)
+    warn_of_unread(source, "the vision tower", lambda name: not name.startswith(others))
     return tower
 
 

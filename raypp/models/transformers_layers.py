@@ -235,6 +235,7 @@ class LayerAttention:
             soft_cap=config.soft_cap,
             sinks=None if sinks is None else sinks.float(),
             group=self._group,
+            sees_ahead=config.window is not None,  # Gemma 4's tokens of images, where they see later ones at all
         )
         self._attention = self._kernels.attention(self._heads)
         self._unrotated = torch.zeros(config.head_dim // 2, device=v.device)

@@ -514,6 +514,14 @@ class TransformersModel:
         embedding, ids = self._model.get_input_embeddings(), input_ids.unsqueeze(0)
         part = self._part
         embedded: torch.Tensor = embedding(ids)[0] if part is None else part.embedded(input_ids, embedding)
+        return self._with_inputs(embedded, ids)
+
+    def embed_items(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return embeddings of images, [N, H], as `embed` does those of tokens: rows of tables are those of padding."""
+        padding = self._model.config.pad_token_id or 0
+        return self._with_inputs(rows, torch.full((1, len(rows)), padding, device=rows.device))
+
+    def _with_inputs(self, embedded: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         if not self._config.layer_inputs.size:
             return embedded
         made = self._make_inputs(embedded.unsqueeze(0), self._decoder.get_per_layer_inputs(ids, None))
@@ -533,7 +541,7 @@ class TransformersModel:
         Shapes: hidden [T, H]; positions [T] int64. Inputs of layers lie behind the residual stream: in `hidden` of this
         stage's and of later ones, in what is returned of later ones.
         """
-        assert deepstack is None, "images are for models with a tower of raypp's"
+        assert deepstack is None, "no tower beside transformers' modules has taps"
         with self._lock:
             self._step.begin(positions, attention, kv_caches)
             return self._run(hidden, positions)

@@ -15,6 +15,8 @@ from typing import Literal
 from raypp.models.config_fields import ConfigFields, read_json
 
 TOWER_PREFIX = "model.visual."
+AUDIO_PREFIXES = ("model.audio_tower.", "model.embed_audio.")
+"""Of tensors of Gemma 4's encoder of sounds, which raypp does not have."""
 TOWER_PREFIXES = (
     TOWER_PREFIX,
     *(
@@ -22,7 +24,8 @@ TOWER_PREFIXES = (
         for before in ("", "model.")
         for part in ("vision_tower.", "multi_modal_projector.", "mm_projector.")
     ),
-    *(f"model.{part}." for part in ("audio_tower", "embed_vision", "embed_audio", "vision_embedder")),
+    *AUDIO_PREFIXES,
+    *(f"model.{part}." for part in ("embed_vision", "vision_embedder")),
     *(f"{part}." for part in ("vision_encoder", "vision_language_adapter", "patch_merger", "pre_mm_projector_norm")),
 )
 """Of tensors of towers in checkpoints: Qwen3-VL's, then those of Gemma's and of ones that raypp does not have; the last

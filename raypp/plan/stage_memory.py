@@ -479,7 +479,8 @@ def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> i
     """
     tokens, num_rows = config.scheduler.max_num_batched_tokens, max_step_rows(config)
     widest = 4 * model.hidden_size + mlp_width(model)
-    widest += 2 * qkv_width(model) + _INPUT_COPIES * (model.stream_size(0) - model.hidden_size)
+    input_copies = _INPUT_COPIES + (model.vision is not None)  # tokens' stay while those of images are made
+    widest += 2 * qkv_width(model) + input_copies * (model.stream_size(0) - model.hidden_size)
     layer_bytes = tokens * widest * dtype_bytes
     most_positions = num_rows * (1 + config.speculative.max_drafts)
     num_logits = min(most_positions, max(tokens, num_rows))

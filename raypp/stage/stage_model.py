@@ -46,6 +46,9 @@ class StageModel(Protocol):
         `StageSpec.stream_size` elements of a token, and so has what leaves them, of the next stage.
         """
 
+    def embed_items(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return embeddings of images, [N, H], as what enters the layers in place of tokens'. First stage only."""
+
     def forward(
         self,
         hidden: torch.Tensor,

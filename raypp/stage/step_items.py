@@ -6,6 +6,7 @@ which rotary positions its tokens have. Deepstack rows travel with the hidden st
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -168,13 +169,19 @@ class ItemRows:
         return chunks
 
 
-def place_items(hidden: torch.Tensor, items: StepItems, store: ItemStore) -> tuple[torch.Tensor, Deepstack | None]:
-    """Put embeddings in the place of placeholders; return the hidden states, [T, H], and the rows for deepstack.
+def place_items(
+    hidden: torch.Tensor, items: StepItems, store: ItemStore, embed_items: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, Deepstack | None]:
+    """Put embeddings in the place of placeholders; return what enters the layers, [T, H], and the rows for deepstack.
 
-    Shapes: hidden [T, H], the embedded tokens; is overwritten.
+    Args:
+        hidden: The embedded tokens, [T, H]; is overwritten.
+        items: The step's.
+        store: Has their embeddings.
+        embed_items: The model's; see `StageModel`.
     """
     rows = torch.cat([store.rows(part.key)[:, part.start : part.end] for part in items.parts], dim=1)
-    hidden.index_copy_(0, items.token_indices, rows[0].to(hidden.dtype))
+    hidden.index_copy_(0, items.token_indices, embed_items(rows[0].to(hidden.dtype)))
     return hidden, Deepstack(items.token_indices, rows[1:], first_layer=0) if len(rows) > 1 else None
 
 

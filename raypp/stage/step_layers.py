@@ -299,7 +299,7 @@ class StepLayers:
             hidden = self._model.embed(entering)
         if batch.items is not None:
             if self.next_inputs is not None:
-                hidden, deepstack = place_items(hidden, batch.items, self._items)
+                hidden, deepstack = place_items(hidden, batch.items, self._items, self._model.embed_items)
             elif self._spec.num_carried_taps:
                 carried = batch.received["deepstack"]
                 deepstack = received_deepstack(batch.items, carried, self._spec.num_deepstack_layers)

@@ -50,6 +50,10 @@ class FakeModel:
         """Return the token ids themselves, [T, 1]."""
         return input_ids.to(torch.float32).unsqueeze(1)
 
+    def embed_items(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return embeddings of images as they are."""
+        return rows
+
     def forward(
         self,
         hidden: torch.Tensor,

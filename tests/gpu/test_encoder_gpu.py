@@ -27,13 +27,13 @@ from raypp.models.weights import CheckpointWeights
 SIZES = ((40, 40), (90, 30), (17, 60), (64, 64), (33, 47), (8, 8))
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "gemma3", "gemma4"])
+@pytest.fixture(scope="module", params=["qwen3_vl", "gemma3", "gemma4", "gemma4 E"])
 def path(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("vl")
     if request.param == "gemma3":
         return make_gemma3_checkpoint(3, directory)
-    if request.param == "gemma4":
-        return make_gemma4_checkpoint(4, directory)
+    if request.param.startswith("gemma4"):
+        return make_gemma4_checkpoint(4, directory, has_layer_inputs=request.param == "gemma4 E")
     return make_vision_checkpoint(3, directory, min_layers=4)
 
 

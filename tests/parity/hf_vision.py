@@ -187,8 +187,13 @@ def make_gemma3_checkpoint(seed: int, directory: Path, *, like: Path | None = No
     return directory
 
 
-def make_gemma4_checkpoint(seed: int, directory: Path, *, like: Path | None = None) -> Path:
-    """Write a random Gemma 4 with its tower to `directory` and return it. Arguments as for Gemma 3."""
+def make_gemma4_checkpoint(
+    seed: int, directory: Path, *, like: Path | None = None, has_layer_inputs: bool = False
+) -> Path:
+    """Write a random Gemma 4 with its tower to `directory` and return it. Arguments as for Gemma 3.
+
+    With inputs of all layers it is one like E2B and E4B, with layers without keys and values of their own.
+    """
     rng = random.Random(f"gemma4-{seed}")
     num_layers, vision_heads, vision_dim = rng.randint(2, 5), rng.choice((1, 2)), rng.choice((16, 24))
     marks = {"image_token_id": IMAGE, "boi_token_id": VISION_START, "eoi_token_id": VISION_END}
@@ -214,6 +219,8 @@ def make_gemma4_checkpoint(seed: int, directory: Path, *, like: Path | None = No
             "initializer_range": 0.25,
             "eos_token_id": 1,
             "pad_token_id": 0,
+            "tie_word_embeddings": seed % 2 == 0,
+            **(_layer_inputs(seed, vocab_size) if has_layer_inputs else {}),
         },
         vision_config={
             "num_hidden_layers": rng.randint(2, 3),
@@ -236,12 +243,26 @@ def make_gemma4_checkpoint(seed: int, directory: Path, *, like: Path | None = No
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = transformers.Gemma4ForConditionalGeneration(config)
-        _randomize_gemma4(model)
+        _randomize_gemma4(model, has_layer_inputs=has_layer_inputs)
     model.save_pretrained(directory)
     _copy_tokenizer(like, directory)
     images = {"image_processor": {"max_soft_tokens": (5, 8, 11)[seed % 3], "do_normalize": False, "resample": 3}}
     (directory / "processor_config.json").write_text(json.dumps(images))
     return directory
+
+
+def _layer_inputs(seed: int, vocab_size: int) -> dict[str, Any]:
+    """Return what Gemma 4 E2B and E4B have besides, and leave out; stages begin with one of layers 0 to 2."""
+    return {
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "hidden_size_per_layer_input": (8, 12)[seed // 2 % 2],
+        "vocab_size_per_layer_input": vocab_size,
+        "use_double_wide_mlp": seed % 4 < 2,
+        "attention_k_eq_v": False,
+        "use_bidirectional_attention": "vision" if seed == 3 else None,
+    }
 
 
 def _tokens_of(like: Path | None, marks: dict[str, int], vocab_size: int) -> tuple[dict[str, int], int]:
@@ -258,11 +279,13 @@ def _copy_tokenizer(like: Path | None, directory: Path) -> None:
 
 
 @torch.no_grad()
-def _randomize_gemma4(model: Any) -> None:
+def _randomize_gemma4(model: Any, *, has_layer_inputs: bool) -> None:
     """Make visible what initialization hides."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if "norm" in name or name.endswith("std_scale"):
             tensor.copy_(1.0 + 0.3 * torch.randn_like(tensor))
+            if has_layer_inputs and "language_model" in name and name.endswith("q_norm.weight"):
+                tensor.mul_(0.3)  # else six layers make of a rounding another token
         elif name.endswith(("_max", "_min")):
             tensor.fill_(1.5 if name.endswith("max") else -1.25)
         elif name.endswith(("std_bias", "layer_scalar")):
@@ -271,7 +294,7 @@ def _randomize_gemma4(model: Any) -> None:
             tensor.copy_(torch.randn_like(tensor))
         elif ("vision_tower" in name and not name.endswith("inv_freq")) or "projection" in name:
             tensor.copy_(0.2 * torch.randn_like(tensor))
-        elif "lm_head" in name:
+        elif "lm_head" in name or "embed_tokens_per_layer" in name:  # its row of padding, too, which stands at images
             tensor.copy_(0.25 * torch.randn_like(tensor))
 
 
@@ -507,6 +530,9 @@ def hf_vision_choices(
     if len(output) > 1:  # by itself: a placeholder that the model generates is no picture
         said = {"input_ids": torch.tensor([output[:-1]])}
         if model.config.model_type == "gemma4":  # it would take such a one for padding
-            said = {"inputs_embeds": model.get_input_embeddings()(said["input_ids"])}
+            ids = said.pop("input_ids")
+            said = {"inputs_embeds": model.get_input_embeddings()(ids)}
+            if model.config.text_config.hidden_size_per_layer_input:
+                said |= {"per_layer_inputs": model.model.language_model.get_per_layer_inputs(ids, None)}
         logits.append(model(**said, past_key_values=cache, use_cache=True).logits[0])
     return choices_of(torch.cat(logits), output)

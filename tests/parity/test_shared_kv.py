@@ -7,9 +7,11 @@ transformers' own with prompts in chunks, cached prefixes, preemption, n-grams, 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from op_tape import spoiling_tape_graphs, tape_graphs
 from shrunken_models import make_shrunken
@@ -19,8 +21,10 @@ from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ModelLoadError
 from raypp.models import config as config_module
 from raypp.models.config import load_model_config
+from raypp.models.registry import build_encoder
 from raypp.models.sizes import kv_bytes_per_token, parameter_counts
 from raypp.models.transformers_probe import answer
+from raypp.models.weights import CheckpointWeights
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.fit import describe_layers
 from raypp.plan.hardware import Hardware
@@ -65,18 +69,27 @@ def test_members_give_the_same_tokens(path: Path) -> None:
     compare(path, [RUNS[1] | {"tensor_parallel_size": 2}, RUNS[2] | {"num_stages": 1, "tensor_parallel_size": 4}])
 
 
-def test_the_text_part_of_a_checkpoint_with_towers_is_read(path: Path, tmp_path: Path) -> None:
-    """As E2B and E4B are published."""
+def test_a_checkpoint_with_towers_is_read(path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As E2B and E4B are published: text, images, and an encoder of sounds, which is left out."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     names = ("image_token_id", "audio_token_id", "video_token_id", "boi_token_id", "eoi_token_id", "boa_token_id")
     config = transformers.Gemma4Config(
         text_config=transformers.AutoConfig.from_pretrained(path).to_dict(),
-        vision_config=sizes | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64},
+        vision_config=sizes
+        | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64, "use_clipped_linears": True},
         audio_config=sizes | {"output_proj_dims": 32, "subsampling_conv_channels": [8, 4]},
         **{name: 250 + place for place, name in enumerate((*names, "eoa_token_index"))},
     )
     save_random_model(config, tmp_path)
-    assert load_model_config(tmp_path).architecture == "transformers:Gemma4ForConditionalGeneration"
+    config = _plan(tmp_path).model
+    assert config.architecture == "transformers:Gemma4ForConditionalGeneration"
+    assert config.vision is not None
+    assert config.vision.has_clipped_products
+    source = CheckpointWeights(tmp_path)
+    build_encoder(config, dtype=torch.float32, device=torch.device("cpu"), source=source)
+    assert any("audio_tower" in name for name in source.unread())
+    assert "not used" not in caplog.text
+    assert _plan(tmp_path, num_encoders=0).model.vision is None
     assert [first_difference(tmp_path, partition) for partition in ([8], [2, 6])] == [None, None]
 
 
@@ -140,8 +153,22 @@ def test_gemma_3n_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "num_layers", "last_begin", "num_billions"), [("gemma-4-e2b", 35, 13, 4.6), ("gemma-4-e4b", 42, 22, 7.5)]
 )
-def test_published_sizes(name: str, num_layers: int, last_begin: int, num_billions: float) -> None:
+def test_published_sizes(name: str, num_layers: int, last_begin: int, num_billions: float, tmp_path: Path) -> None:
     config = load_model_config(SHAPES / name)
+    whole = {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "model_type": "gemma4",
+        "text_config": json.loads((SHAPES / name / "config.json").read_text(encoding="utf-8")),
+        "vision_config": {"model_type": "gemma4_vision", "standardize": False, "use_clipped_linears": True},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    both = load_model_config(tmp_path)
+    assert replace(both, architecture=config.architecture, vision=None) == config
+    tower = both.vision
+    assert tower is not None
+    assert (tower.depth, tower.hidden_size, tower.head_dim, tower.intermediate_size) == (16, 768, 64, 3072)
+    assert (tower.tokens_per_max_image, tower.has_clipped_products, tower.is_standardized) == (280, True, False)
+    assert not tower.sees_ahead
     assert config.stage_begins == tuple(range(last_begin + 1))
     assert parameter_counts(config)[0] == pytest.approx(num_billions * 1e9, rel=0.02)
     assert config.stream_size(0) == config.hidden_size + num_layers * 256

@@ -124,7 +124,7 @@ def test_positions_and_places_of_any_step(data, all_prompts, num_decode):
         for item in of_prompt.items if of_prompt else ():
             store.put(EncodedItem(item.key, torch.randn(1 + L, item.num_tokens, H, generator=generator)))
     hidden = torch.zeros(batch.num_tokens, H)
-    hidden, deepstack = place_items(hidden, items, store)
+    hidden, deepstack = place_items(hidden, items, store, lambda rows: rows)
     assert deepstack is not None
     carried = received_deepstack(items, carried_rows(deepstack, 1), num_layers=L)
     assert (deepstack.first_layer, carried.first_layer) == (0, L - 1)
