@@ -18,7 +18,7 @@ lane() { # GPUS CORES FILE
   export CUDA_VISIBLE_DEVICES=$1 LANE=${1//,/_} PYTHON=${PYTHON:-python3}
   export RAY_TMPDIR=${TMPDIR:-/tmp}/lane_$LANE
   mkdir -p "$RAY_TMPDIR"
-  while read name limit command <&3; do # a backslash at its end continues a line
+  while read name limit command <&3 || [[ -n $name ]]; do # a backslash at its end continues a line
     [[ -z $name || $name == "#"* || ! ${name/\$LANE/$LANE} =~ ^(${JOBS:-.*})$ ]] && continue
     name=${name/\$LANE/$LANE}
     local begun=$SECONDS status=0

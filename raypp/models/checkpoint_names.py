@@ -66,8 +66,10 @@ def has_safetensors(path: Path) -> bool:
 
 
 def has_usual_form(path: Path) -> bool:
-    """Return whether a directory holds config.json and a checkpoint as transformers has it."""
-    return (path / "config.json").is_file() and _has_usual_files(path)
+    """Return whether a directory holds config.json and a checkpoint as transformers has it, with all of its files."""
+    if not (path / "config.json").is_file() or not _has_usual_files(path):
+        return False
+    return not (path / _INDEX).is_file() or all((path / file).is_file() for file in {*file_of_tensor(path).values()})
 
 
 def has_own_form(path: Path) -> bool:

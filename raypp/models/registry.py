@@ -257,7 +257,7 @@ def _download(model_id: str, expected: str, patterns: list[str], revision: str |
     try:
         directory = Path(download(ignore_patterns=[_UNREAD, f"{OWN_PREFIX}*"]))  # a repository may hold both forms
         if _WEIGHTS in patterns and not has_usual_form(directory):
-            directory = Path(download(ignore_patterns=[_UNREAD]))
+            directory = Path(download())
         return directory
     except (OSError, HFValidationError) as error:  # the hub's own errors are OSErrors
         raise ModelLoadError(

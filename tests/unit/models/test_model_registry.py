@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import huggingface_hub
 import pytest
 from huggingface_hub.utils import filter_repo_objects
@@ -57,21 +59,25 @@ _OWN = ["consolidated-00001-of-00001.safetensors", "consolidated.safetensors.ind
         (_OWN, _OWN),
         (["config.json", *_OWN], _OWN),  # of the model that Mistral's own files are of
         (["config.json", *_USUAL, "original/model.safetensors"], _USUAL),
+        (["config.json", "model.safetensors.index.json", "parts/model-1.safetensors"], None),  # the index names it
     ],
 )
 def test_one_form_of_a_checkpoint_is_downloaded(tmp_path, monkeypatch, stored, expected):
     others = ["params.json", "tekken.json"]
 
-    def download(model, *, revision, allow_patterns, ignore_patterns):
+    def download(model, *, revision, allow_patterns, ignore_patterns=None):
         names = filter_repo_objects([*stored, *others], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
         for name in names:
             (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).write_text("{}")
+            shards = [each for each in stored if each.startswith((name.partition(".")[0], "parts/"))]
+            weight_map = {each: each for each in shards if each.endswith(".safetensors")}
+            (tmp_path / name).write_text(json.dumps({"weight_map": weight_map}))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    found = {file.name for file in resolve_model_path("mistralai/Model").rglob("*.*")}
-    assert found - {"config.json"} == {*expected, *others}
+    directory = resolve_model_path("mistralai/Model")
+    found = {str(file.relative_to(directory)) for file in directory.rglob("*.*")}
+    assert found - {"config.json"} == {*(expected or stored), *others} - {"config.json"}
 
 
 @pytest.mark.parametrize("is_embedded", [True, False])
