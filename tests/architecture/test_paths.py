@@ -30,7 +30,7 @@ from raypp.types import SamplingParams
 # (files, functions)
 MAX_EAGER = (27, 117)  # plans of attention by kind of heads, and what a layer declares, are two files more
 MAX_FULL_GRAPH = (23, 80)
-MAX_CHAT = (70, 720)  # on a busy machine some 50 functions more run than on an idle one
+MAX_CHAT = (70, 670)
 
 # Statements, docstrings aside. Aims: 26,300 in raypp, 2,100 in serve_app. A larger budget is a decision: say why.
 MAX_STATEMENTS = {
@@ -135,7 +135,7 @@ def test_decode_step_in_full_graphs() -> None:
 
 
 def test_chat_request() -> None:
-    """A streamed chat of 8 tokens through the HTTP app. Of ten, what all cross: no heartbeats, no races."""
+    """A streamed chat of 8 tokens through the HTTP app. Of ten, what all cross: no races. Heartbeats are far apart."""
     body = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "Count to ten."}],
@@ -146,7 +146,7 @@ def test_chat_request() -> None:
     profile = Profile()
     threading.setprofile(profile)
     try:
-        with running_app() as app, httpx.Client(base_url=app.url, timeout=60) as client:
+        with running_app(heartbeat_s=10.0) as app, httpx.Client(base_url=app.url, timeout=60) as client:
             crossed = [_chat(client, body, profile) for _ in range(11)][1:]
     finally:
         threading.setprofile(None)  # type: ignore[arg-type]
