@@ -29,6 +29,14 @@ lane() { # GPUS CORES FILE
   done 3<"$3"
 }
 
+[ $# -gt 0 ] || set -- ""
+for argument in "$@"; do
+  IFS=: read -r gpus cores file <<<"$argument"
+  [[ -n $gpus && -n $cores && -f $file ]] && continue
+  echo "lanes.sh: no lane: '$argument'; expected: GPUS:CORES:FILE with a file that exists, e.g." \
+    "0,1:0-31:benchmarks/jobs/two_gpus.txt" >&2
+  exit 2
+done
 rm -f "$OUT"/lane_*.txt
 for argument in "$@"; do
   IFS=: read -r gpus cores file <<<"$argument"

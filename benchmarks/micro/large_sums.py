@@ -14,21 +14,20 @@ its words are there: released after them, and acquired before they are read. The
 from __future__ import annotations
 
 import argparse
-import statistics
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from member_processes import run_members
+from member_sums import Way, by_nccl, sum_us
 
 from raypp.ops.cuda.kernel_launch import Device, start
 from raypp.ops.cuda.member_sums import _halves
 from raypp.transport.ipc import member_region
 
 member_region._ALL_BYTES = 128 << 20  # also in the members' processes, which import this file
-_SUMS = 32
 _POLLS = 64
 _FLAG_WORDS = 1 << 16
 
@@ -186,7 +185,7 @@ def _measure(members: Any, device: torch.device, args: argparse.Namespace) -> di
     torch.cuda.set_stream(torch.cuda.Stream())
     place = max(args.rows) * args.hidden // 2 // members.count + max(args.blocks)
     for rows in args.rows:
-        ways: dict[str, Any] = {"nccl": lambda x, residual: members.sum_(x).add_(residual)}
+        ways: dict[str, Way] = {"nccl": partial(by_nccl, members)}
         for num_programs in args.programs:
             for block in args.blocks:
                 # Flags of other numbers of programs lie elsewhere: they begin anew with the counts.
@@ -197,7 +196,7 @@ def _measure(members: Any, device: torch.device, args: argparse.Namespace) -> di
                 ways[f"{num_programs} programs of {block}"] = sums
         for name, way in ways.items():
             _clear_flags(members, device)
-            figures[f"{rows} rows, {name}"] = us = _time(members, rows, args.hidden, way, device)
+            figures[f"{rows} rows, {name}"] = us = sum_us(members, rows, args.hidden, way, device)
             if members.rank == 0:
                 print(f"{rows:4d} x {args.hidden}, {name}: {us:.2f} us a sum", flush=True)
     return figures
@@ -213,34 +212,6 @@ def _clear_flags(members: Any, device: torch.device) -> None:
     torch.cuda.synchronize()
     members.gathered(torch.zeros(1, device=device))
     torch.cuda.synchronize()
-
-
-def _time(members: Any, rows: int, hidden: int, way: Any, device: torch.device) -> float:
-    """Return the microseconds of a sum and the small kernel after it, in a graph; the sum is checked."""
-    parts = [torch.randn(rows, hidden, generator=torch.Generator().manual_seed(each)) for each in range(members.count)]
-    given = parts[members.rank].to(device, torch.bfloat16)
-    zeros = torch.zeros_like(given)
-
-    def sums() -> torch.Tensor:
-        x = given.clone()
-        for _ in range(_SUMS):
-            x = way(x, zeros)
-            x *= 1 / members.count  # stays a number
-        return x
-
-    sums()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        x = sums()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(15)]
-    for event in events:
-        event.record()
-        graph.replay()
-    torch.cuda.synchronize()
-    mean = sum(part.to(torch.bfloat16).float() for part in parts) / members.count
-    torch.testing.assert_close(x.float().cpu(), mean, rtol=0.02, atol=0.02)
-    return statistics.median(one.elapsed_time(other) for one, other in pairwise(events)) * 1e3 / _SUMS
 
 
 if __name__ == "__main__":

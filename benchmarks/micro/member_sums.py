@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +24,14 @@ from raypp.ops.cuda.kernel_launch import Device
 from raypp.ops.cuda.member_sums import PushedSums
 
 _SUMS = 64
+
+Way = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Returns the sum of all members' x and the residual, in x. Shapes: both [N, H]."""
+
+
+def by_nccl(members: Any, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """Sum by the library; see `Way`."""
+    return members.sum_(x).add_(residual)
 
 
 def main() -> None:
@@ -41,11 +51,12 @@ def _measure(members: Any, device: torch.device, args: argparse.Namespace) -> di
     stream = torch.cuda.Stream()
     torch.cuda.set_stream(stream)
     for rows in args.rows:
-        for name in ("pushed", "nccl"):
-            figures[f"{rows} rows, {name}"] = us = _time(members, rank, rows, args.hidden, name, device)
+        ways = {"pushed": PushedSums(members, Device.of(device)), "nccl": partial(by_nccl, members)}
+        for name, way in ways.items():
+            figures[f"{rows} rows, {name}"] = us = sum_us(members, rows, args.hidden, way, device)
             if rank == 0:
                 print(f"{rows:4d} x {args.hidden}, {name}: {us:.2f} us a sum", flush=True)
-    figures["replays_s"] = _replay(members, rank, args.replays, args.hidden, device)
+    figures["replays_s"] = _replay(members, args.replays, args.hidden, device)
     figures["abort_s"] = _abort(members, rank, args.hidden, device)
     if rank == 0:
         print(f"{args.replays} replays of {_SUMS} sums: {figures['replays_s']:.1f} s")
@@ -53,18 +64,15 @@ def _measure(members: Any, device: torch.device, args: argparse.Namespace) -> di
     return figures
 
 
-def _capture(
-    members: Any, rank: int, rows: int, hidden: int, name: str, device: torch.device
-) -> tuple[Any, torch.Tensor]:
+def capture(members: Any, rows: int, hidden: int, way: Way, device: torch.device) -> tuple[Any, torch.Tensor]:
     """Return a graph of sums, and where its output is."""
-    pushed = PushedSums(members, Device.of(device))
-    given = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(rank)).to(device, torch.bfloat16)
+    given = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(members.rank)).to(device, torch.bfloat16)
     zeros = torch.zeros_like(given)
 
     def sums() -> torch.Tensor:
         x = given.clone()
         for _ in range(_SUMS):
-            x = pushed(x, zeros) if name == "pushed" else members.sum_(x).add_(zeros)
+            x = way(x, zeros)
             x *= 1 / members.count  # stays a number
         return x
 
@@ -76,9 +84,9 @@ def _capture(
     return graph, x
 
 
-def _time(members: Any, rank: int, rows: int, hidden: int, name: str, device: torch.device) -> float:
-    """Return the microseconds of a sum and the small kernel after it."""
-    graph, x = _capture(members, rank, rows, hidden, name, device)
+def sum_us(members: Any, rows: int, hidden: int, way: Way, device: torch.device) -> float:
+    """Return the microseconds of a sum and the small kernel after it; the sum is checked."""
+    graph, x = capture(members, rows, hidden, way, device)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(21)]
     for _ in range(3):
         graph.replay()
@@ -93,8 +101,8 @@ def _time(members: Any, rank: int, rows: int, hidden: int, name: str, device: to
     return times[len(times) // 2] * 1e3 / _SUMS
 
 
-def _replay(members: Any, rank: int, replays: int, hidden: int, device: torch.device) -> float:
-    graph, x = _capture(members, rank, 4, hidden, "pushed", device)
+def _replay(members: Any, replays: int, hidden: int, device: torch.device) -> float:
+    graph, x = capture(members, 4, hidden, PushedSums(members, Device.of(device)), device)
     begun = time.monotonic()
     for index in range(replays):
         graph.replay()

@@ -54,3 +54,10 @@ def test_jobs_are_chosen_by_name(tmp_path: Path) -> None:
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment).stdout
     assert "== a_0: exit status 0" in said
     assert "slow" not in said
+
+
+@pytest.mark.parametrize("lane", ["0:list.txt", "0:0:no_list.txt"])
+def test_a_lane_that_is_none_is_named(tmp_path: Path, lane: str) -> None:
+    done = subprocess.run(["bash", str(LANES), str(tmp_path), lane], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"no lane: '{lane}'; expected: GPUS:CORES:FILE" in done.stderr
