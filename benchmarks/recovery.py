@@ -2,7 +2,7 @@
 
     python benchmarks/recovery.py --model qwen3-8b --stage-num-gpus 0.5 --streams 64 --kill 1 0 driver
 
-All streams come at once, with random prompts and EOS ignored. For each entry of `--kill`, a stage's index or `driver`,
+All streams come at once, with random prompts and EOS ignored. For each entry of `--kill`, a stage's rank or `driver`,
 that process gets SIGKILL when all streams have `--before` tokens. Printed: time from the kill to the next token of the
 first stream and of the last one, and the parts of the pause as the engine's owner has them.
 
@@ -166,7 +166,8 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     args = parser.parse_args()
-    allowed = ["driver", *(str(index) for index in range(args.num_stages))]
+    num_processes = args.num_stages * args.settings.get("tensor_parallel_size", 1)
+    allowed = ["driver", *(str(index) for index in range(num_processes))]
     for victim in args.kill:
         if victim not in allowed:
             parser.error(f"--kill {victim}: there is no such part; allowed are {', '.join(allowed)}")
