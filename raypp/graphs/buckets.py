@@ -45,7 +45,9 @@ def few_row_buckets(max_rows: int) -> Buckets:
 def token_buckets(max_tokens: int) -> Buckets:
     """Return sizes for steps of up to `max_tokens` tokens: finer where a token's time counts less than a launch's.
 
-    From 256 tokens on padding is at most 64 tokens, from 640 on 128: libraries multiply tiles of 128 or 256 rows.
+    From 256 tokens on padding is at most 64 tokens, from 640 on 128: libraries multiply tiles of 128 or 256 rows. From
+    2,048 on it is at most an eighth.
     """
-    sizes = {16, 32, 64, 96, 128, 192, *range(256, 640, 64), *range(640, max_tokens + 1, 128), max_tokens}
+    sizes = {16, 32, 64, 96, 128, 192, *range(256, 640, 64), *range(640, 2048, 128), max_tokens}
+    sizes |= {*range(2048, 4096, 256), *range(4096, max_tokens + 1, 512)}
     return Buckets({size for size in sizes if size <= max_tokens})

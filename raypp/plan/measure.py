@@ -215,6 +215,7 @@ class _Rig:
         max_rows = num_rows + num_prompts
         common = replace(
             plan.stage_spec(0),
+            device="cpu" if plan.device == "cpu" else "cuda:0",  # Ray shows a task its own GPU alone
             num_stages=_NUM_STAGES,
             load_format="dummy",
             transport="local",
@@ -349,7 +350,7 @@ class _Rig:
 
 
 class _PromptSkipping:
-    """A stage's model that computes nothing while `skips` is set. Decode steps, which are recorded, never skip."""
+    """A stage's model whose eager steps compute nothing while `skips` is set. What graphs hold is never skipped."""
 
     def __init__(self, model: StageModel) -> None:
         self._model = model
@@ -357,10 +358,6 @@ class _PromptSkipping:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
-
-    def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
-        if not self.skips:
-            self._model.plan_attention(attention, ring_entry)
 
     def forward(self, hidden: torch.Tensor, *inputs: Any) -> torch.Tensor:
         return hidden if self.skips else self._model.forward(hidden, *inputs)

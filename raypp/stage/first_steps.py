@@ -1,8 +1,8 @@
 """The first steps of a stage on a GPU, of padding alone: kernels compile, and memory is found to suffice.
 
-`warm_up` runs the largest step that a plan may order, and small mixed ones, and chooses tokens as called steps do:
-full graphs, which also verify drafts and follow grammars, hold other kernels, and the first request that draws would
-have all others wait for these. `compile_ahead` runs every decode step that will be captured, side by side in threads:
+`warm_up` runs the largest step that a plan may order, smaller ones down to those that graphs hold, and mixed ones, and
+chooses tokens as called steps do: full graphs, which also verify drafts and follow grammars, hold other kernels, and
+the first request that draws would have all others wait for these. `compile_ahead` runs every decode step that will be captured, side by side in threads:
 one after the other their kernels take a second each to compile.
 """
 
@@ -84,7 +84,7 @@ _FEW_TOKENS = 16
 def warm_up(
     spec: StageSpec, model: StageModel, kv_caches: Sequence[LayerMemory], sampler: Sampler | None = None
 ) -> None:
-    """Run the largest prefill and small mixed steps, of padding alone; only the null block is written.
+    """Run prefills that no graph holds, and small mixed steps, of padding alone; only the null block is written.
 
     Args:
         spec: Of the stage.
@@ -99,9 +99,13 @@ def warm_up(
         with _in_memory(spec, "choosing tokens"):
             _choose(spec, sampler)
     few_tokens = min(_FEW_TOKENS, spec.max_step_tokens)
-    for step in (padding_step(spec, few_tokens), padding_step(spec, spec.max_step_tokens)):
-        with _in_memory(spec, f"a step of {len(step.positions)} tokens"):
-            _run(spec, model, kv_caches, step)
+    sizes, num_tokens = [few_tokens], spec.max_step_tokens
+    while num_tokens > max(few_tokens, spec.graphs.max_piecewise_tokens):  # products are cut by powers of two
+        sizes.append(num_tokens)
+        num_tokens //= 2
+    for num_tokens in sizes:
+        with _in_memory(spec, f"a step of {num_tokens} tokens"):
+            _run(spec, model, kv_caches, padding_step(spec, num_tokens))
     for num_drafts in spec.speculative.ladder:
         num_rows, query_len = 1, 1 + num_drafts
         while num_rows <= spec.max_step_rows and num_rows * query_len + few_tokens <= spec.max_step_tokens:

@@ -117,3 +117,30 @@ def test_steps_wait_for_nothing(tmp_path: Path, mode: str, settings: dict[str, A
         stats = engine.stats()
         assert stats.num_blocks_copied_out > 0
         assert stats.num_blocks_copied_in > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantization": "fp8"}], ids=["plain", "fp8"])
+def test_long_steps_of_experts_compile_nothing(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Steps of more tokens than graphs hold, of any number."""
+    config = EngineConfig.from_flat(
+        str(write_config("small experts", 2, tmp_path)),
+        load_format="dummy",
+        device="cuda",
+        skip_tokenizer_init=True,
+        max_num_seqs=8,
+        max_num_batched_tokens=8192,
+        max_piecewise_tokens=64,
+        max_model_len=8192,
+        num_kv_blocks=4000,
+        **settings,
+    )
+    engine = LocalEngine(plan_engine(config, Hardware(1, 1 << 34, 1, "this one", 16 << 30, (9, 0))))
+    rng = random.Random(3)
+    with kernels_made() as kernels:
+        for num_tokens in (65, 130, 250, 517, 1000, 1111, 2050, 2999, 4100, 5003, 6200, 7777, 8191):
+            engine.submit([rng.randrange(5, 300) for _ in range(num_tokens)], SamplingParams(max_tokens=4))
+            for _ in range(rng.randint(1, 4)):
+                engine.step()
+        while engine.has_unfinished:
+            engine.step()
+    assert not kernels, "\n".join(kernels)

@@ -441,8 +441,11 @@ def _words(rounded, ROWS: tl.constexpr, WORDS: tl.constexpr):
     return low | (high << 8)
 
 
-# The width follows the longest row of a step, and where slots and lengths begin the number of its rows.
-@triton.jit(do_not_specialize=["table_width", "window"], do_not_specialize_on_alignment=["slot_mapping", "seq_lens"])
+# The width follows the longest row of a step, and where tables, slots and lengths begin the number of its rows.
+@triton.jit(
+    do_not_specialize=["table_width", "window"],
+    do_not_specialize_on_alignment=["slot_mapping", "seq_lens", "block_tables"],
+)
 def _decode_attention(
     source,
     q_weight,

@@ -210,7 +210,7 @@ def arrange(
         TILE_ROWS=tile_rows,
         AT_ONCE=min(_MOST_SORTED_AT_ONCE, max(32, triton.next_power_of_2(num_pairs))),
         SEGMENT=_SEGMENT,
-        SEGMENTS=num_segments,
+        IS_CUT=num_segments > 1,
         BLOCK=block,
         HAS_NORM=norm_weight is not None,
         KIND=kind,
@@ -406,7 +406,7 @@ def _arrange(
     TILE_ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     SEGMENT: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    IS_CUT: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr,
     KIND: tl.constexpr,
@@ -414,7 +414,10 @@ def _arrange(
     OVERLAPS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    expert, segment = program // SEGMENTS, program % SEGMENTS
+    expert, segment = program, 0
+    if IS_CUT:
+        num_segments = tl.cdiv(num_pairs, SEGMENT)
+        expert, segment = program // num_segments, program % num_segments
     column = tl.arange(0, BLOCK)
     inside = column < size
     if HAS_NORM:
@@ -442,7 +445,7 @@ def _arrange(
             before += (of_pair < expert).to(tl.int32)
             is_own = (of_pair == expert).to(tl.int32)
             own += is_own
-            if SEGMENTS > 1:
+            if IS_CUT:
                 own_before += tl.where(begin < segment * SEGMENT, is_own, 0)
         num_before, num_own = tl.sum(before, 0), tl.sum(own, 0)
         num_tiles_own = (num_own + TILE_ROWS - 1) // TILE_ROWS
@@ -472,7 +475,7 @@ def _arrange(
                 tl.store(tile + num_tiles, num_before + number * TILE_ROWS, mask=mask)
                 tl.store(tile + 2 * num_tiles, tl.minimum(num_own - number * TILE_ROWS, TILE_ROWS), mask=mask)
         place = num_before
-        if SEGMENTS > 1:
+        if IS_CUT:
             place += tl.sum(own_before, 0)
         for begin in range(segment * SEGMENT, tl.minimum(num_pairs, (segment + 1) * SEGMENT), AT_ONCE):
             pair = begin + index
