@@ -30,7 +30,6 @@ from raypp.models.sizes import (
     layer_sizes,
     linear_modules,
 )
-from raypp.ops.attention import AttentionBatch
 from raypp.plan.cost_model import StepCosts, layer_sums_ms, parts_of
 from raypp.plan.engine_plan import EnginePlan
 from raypp.plan.layer_partition import LayerRoom, even_partition, fastest_partition, layer_room

@@ -2,8 +2,8 @@
 
 `warm_up` runs the largest step that a plan may order, smaller ones down to those that graphs hold, and mixed ones, and
 chooses tokens as called steps do: full graphs, which also verify drafts and follow grammars, hold other kernels, and
-the first request that draws would have all others wait for these. `compile_ahead` runs every decode step that will be captured, side by side in threads:
-one after the other their kernels take a second each to compile.
+the first request that draws would have all others wait for these. `compile_ahead` runs every decode step that will be
+captured, side by side in threads: one after the other their kernels take a second each to compile.
 """
 
 from __future__ import annotations
