@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from asked_here import answer_of, ask_here
 from shrunken_models import make_shrunken
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -21,8 +22,6 @@ from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3 import modeling_qwen3
 
 from raypp.errors import ConfigError
-from raypp.models import config as config_module
-from raypp.models.transformers_probe import answer
 from raypp.testing.try_decoder import first_difference
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -218,10 +217,10 @@ def test_a_layer_with_the_keys_and_values_of_another_has_no_cache(
     def of_the_layer_before(module: Any, q: Any, k: Any, v: Any, *, shared: dict[Any, Any], **kwargs: Any) -> Heads:
         return (q, *shared.setdefault(0 if module.layer_idx == 1 else module.layer_idx, (k, v)))
 
-    monkeypatch.setattr(config_module, "asked", lambda _, path, **options: answer(path, **options))
+    ask_here(monkeypatch)
     path = make_shrunken("qwen3", tmp_path)
     shared(attention(rotated=of_the_layer_before))(monkeypatch)
-    assert [each["source"] for each in answer(path)["attention"]] == [None, 0, None, None]
+    assert [each["source"] for each in answer_of(path)["attention"]] == [None, 0, None, None]
     assert [first_difference(path, partition) for partition in ([4], [2, 2], [2, 1, 1])] == [None] * 3
     with pytest.raises(ConfigError, match=r"layer 1 takes those of layer 0.* one of layers 2 to 3"):
         first_difference(path, [1, 3])
@@ -244,7 +243,7 @@ CONVOLUTIONS: dict[str, tuple[Change, str]] = {
 
 def outcome(path: Path) -> str:
     """Return what a start says of a model."""
-    if "error" in answer(path):
+    if "error" in answer_of(path):
         return AT_PLAN
     try:
         if first_difference(path, [4]) is not None:
@@ -259,7 +258,7 @@ def outcome(path: Path) -> str:
 )
 def test_altered_decoders_are_equal_or_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alter, expected = ALTERED[name]
-    monkeypatch.setattr(config_module, "asked", lambda _, path, **options: answer(path, **options))
+    ask_here(monkeypatch)
     path = make_shrunken("qwen3", tmp_path)
     alter(monkeypatch)
     assert outcome(path) == expected
@@ -282,7 +281,7 @@ def test_altered_states_are_equal_or_refused(name: str, tmp_path: Path, monkeypa
         return hidden_states + (mixed[0] if isinstance(mixed, tuple) else mixed)
 
     whole = modeling_lfm2.Lfm2DecoderLayer.forward
-    monkeypatch.setattr(config_module, "asked", lambda _, path, **options: answer(path, **options))
+    ask_here(monkeypatch)
     layers = {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
     path = make_shrunken("lfm2", tmp_path, **layers)
     monkeypatch.setattr(modeling_lfm2.Lfm2ShortConv, "forward", altered)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from asked_here import ask_here
 from exactness import ExactComparison
 from hf_models import choices_of
 from safetensors.torch import load_file, save_file
@@ -22,8 +23,6 @@ from shrunken_models import make_shrunken
 from sizes import sized
 
 from raypp.config.engine_config import EngineConfig
-from raypp.models import config as config_module
-from raypp.models.transformers_probe import answer
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine
@@ -84,8 +83,7 @@ def prompts_of() -> list[list[int]]:
 
 @pytest.fixture(autouse=True)
 def _asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask transformers in this process: another one takes seconds to start."""
-    monkeypatch.setattr(config_module, "asked", lambda _, path, *given, **options: answer(path, *given, **options))
+    ask_here(monkeypatch)
 
 
 def test_the_page_names_the_types_that_are_tried() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
+from asked_here import ask_here
 from exactness import ExactComparison
 from hf_vision import (
     PromptMaker,
@@ -27,10 +28,8 @@ from raypp.encoder.encoder_graphs import EncoderCudaGraphManager, GraphChoice
 from raypp.encoder.protocol import EncoderSpec
 from raypp.errors import ConfigError
 from raypp.graphs.buckets import Buckets
-from raypp.models import config as config_module
 from raypp.models.config import load_model_config
 from raypp.models.registry import build_encoder
-from raypp.models.transformers_probe import answer
 from raypp.models.weights import CheckpointWeights
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
@@ -54,13 +53,9 @@ MAKERS = {
 
 @pytest.fixture(autouse=True, scope="module")
 def _asked_here():
-    """Ask transformers in this process, and once for each model: another process takes seconds to start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config_module, "asked", lambda _, path, *given, **options: _answer(path, *given, **options))
+        ask_here(patch)
         yield
-
-
-_answer = cache(answer)
 
 
 @pytest.fixture(scope="module")

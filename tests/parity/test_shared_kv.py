@@ -13,17 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from asked_here import ask_here
 from op_tape import spoiling_tape_graphs, tape_graphs
 from shrunken_models import make_shrunken
 from test_any_decoder import RUNS, compare, prompts_of
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ModelLoadError
-from raypp.models import config as config_module
 from raypp.models.config import load_model_config
 from raypp.models.registry import build_encoder
 from raypp.models.sizes import kv_bytes_per_token, parameter_counts
-from raypp.models.transformers_probe import answer
 from raypp.models.weights import CheckpointWeights
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.fit import describe_layers
@@ -48,8 +47,7 @@ FIXED = {"block_size": 4, "max_model_len": 64, "stage_num_threads": 1, "skip_tok
 
 @pytest.fixture(autouse=True)
 def _asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask transformers in this process: another one takes seconds to start."""
-    monkeypatch.setattr(config_module, "asked", lambda _, path, *given, **options: answer(path, *given, **options))
+    ask_here(monkeypatch)
 
 
 @pytest.fixture(scope="module")
