@@ -150,7 +150,8 @@ def _eight_bits(
 def _four_bit_floats(form: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     num_outputs, num_inputs = weight.shape
     group = 32 if form == "mxfp4" else 16
-    positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    between = (positive[1:] + positive[:-1]) / 2
     whole = float(weight.abs().max() / (6 * 448))
     multiplies = torch.tensor(whole)  # of modelopt's; compressed-tensors' divides
     divides = torch.tensor(1 / whole)
@@ -168,10 +169,9 @@ def _four_bit_floats(form: str, weight: torch.Tensor) -> tuple[dict[str, torch.T
                 rounded = torch.tensor(wanted / whole).to(torch.float8_e4m3fn).float()
                 scales.append(float(rounded))
                 scale = float(rounded / divides if form == "nvfp4" else rounded * multiplies)
-            for k, value in enumerate(part.tolist()):
-                code = min(range(8), key=lambda one: abs(abs(value) / scale - positive[one]))
-                values[n, start + k] = math.copysign(positive[code] * scale, value)
-                codes.append(code + 8 * (value < 0))
+            nearest = torch.bucketize(part.abs().double() / scale, between)
+            values[n, start : start + group] = torch.copysign(positive[nearest] * scale, part)
+            codes += (nearest + 8 * (part < 0)).tolist()
         stored.append(scales)
         packed.append([codes[k] + 16 * codes[k + 1] for k in range(0, num_inputs, 2)])
     data = torch.tensor(packed, dtype=torch.uint8)

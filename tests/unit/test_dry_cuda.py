@@ -24,28 +24,26 @@ def run_dry(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
 
 
-@needs
-@pytest.mark.parametrize("rows", [pytest.param("plain", marks=pytest.mark.full), "drafts"])
-def test_steps_of_recordings_wait_for_nothing(rows):
-    chosen = f"full_and_piecewise and {rows}"
-    done = run_dry("-m", "pytest", "-q", "tests/gpu/test_hidden_waits.py", "-k", chosen)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "1 passed" in done.stdout
-
-
-IN_CI = ("waits", "mxfp4 and full", "own_layers and minimax_m2 and full")
+IN_CI = (
+    "wait_for_nothing and full_and_piecewise and drafts",
+    "what_waits",
+    "mxfp4 and full",
+    "own_layers and minimax_m2 and full",
+)
 OTHERS = (
+    "wait_for_nothing and full_and_piecewise and plain",
     *(f"test_tokens_are_transformers and {name}-full" for name in ("gemma3_text", "glm4_moe", "qwen3_moe")),
     *(f"own_layers and {name} and full" for name in ("gemma3_text", "gemma4_text", "glm4_moe", "gpt_oss")),
 )
+FILES = ("tests/gpu/test_hidden_waits.py", "tests/gpu/test_transformers_gpu.py")
 
 
 @needs
 @pytest.mark.parametrize("tests", [IN_CI, pytest.param(OTHERS, marks=pytest.mark.full)], ids=["few", "others"])
-def test_types_of_transformers(tests):
-    """In one process, whose start takes as long as a test."""
+def test_steps_wait_for_nothing(tests):
+    """Of rows that ask for much, and of transformers' types; in one process, whose start takes as long as a test."""
     chosen = " or ".join(f"({test})" for test in tests)
-    done = run_dry("-m", "pytest", "-q", "tests/gpu/test_transformers_gpu.py", "-k", chosen)
+    done = run_dry("-m", "pytest", "-q", *FILES, "-k", chosen)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert f"{len(tests)} passed" in done.stdout
 

@@ -71,9 +71,11 @@ FAILED = {
 def run(folder: Path, *arguments: str) -> str:
     """Return what pytest prints of tests in a folder of their own, with a limit of 4 s."""
     (folder / "pytest.ini").write_text("[pytest]\nfaulthandler_timeout = 4\nfaulthandler_exit_on_timeout = true\n")
-    command = [sys.executable, "-m", "pytest", "-p", "pytest_limits", "-p", "no:cacheprovider", "-q", *arguments]
+    plugins = [part for name in ("xdist", "pytest_limits", "no:cacheprovider") for part in ("-p", name)]
+    command = [sys.executable, "-m", "pytest", *plugins, "-q", *arguments]
     own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COLUMNS"))}
-    environment = {**own, "PYTHONPATH": str(ROOT / "tools"), "CI": "true"}  # CI: lines are not cut off
+    # All other plugins that are installed would be imported in each worker. CI: lines are not cut off.
+    environment = {**own, "PYTHONPATH": str(ROOT / "tools"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CI": "true"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout
@@ -125,10 +127,11 @@ def test_processor_time_is_that_of_its_own_process(tmp_path: Path) -> None:
 def test_one_worker_runs_folders_that_share_one_and_its_successor_the_rest(tmp_path: Path) -> None:
     note = 'Path("{0}.worker").write_text(os.environ["PYTEST_XDIST_WORKER"] + " " + str(os.nice(0)))'
     test = f"def test_{{0}}(): {note}\n"
-    head = "import os\nfrom pathlib import Path\n"
+    head = "import os, time\nfrom pathlib import Path\n"
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    ends = "def test_ends(): os._exit(1)\n"
+    # The other worker begins its last test when it has been told that there is no more: it takes no rest.
+    ends = "def test_ends():\n    while not Path('z3.worker').exists(): time.sleep(0.01)\n    os._exit(1)\n"
     (tmp_path / "a/test_a.py").write_text(head + test.format("first") + ends + test.format("rest"))
     (tmp_path / "b/test_b.py").write_text(head + test.format("shared") + test.format("shared_too"))
     for index in range(4):
