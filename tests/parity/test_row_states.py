@@ -33,7 +33,8 @@ IN_CI = (("qwen3_5", ""), ("qwen3_5_moe", "ngram"))
 RATES = (0.0, 0.3, 0.7, 1.0)
 """Of drafts that are right."""
 GROUPS = sized(1, 40)
-"""Of schedules, five each: in CI the three of them that meet everything, in soak 200."""
+"""Of schedules, five each, in soak: 200."""
+SEED_IN_CI = 76  # meets everything; three engines die, and stages are 2 to 4
 NUM_DEATHS = 3
 IMPLS = ("raypp", pytest.param("transformers", marks=pytest.mark.full))
 """Whose layers: those of transformers keep inputs of whole modules."""
@@ -120,7 +121,7 @@ def test_texts_stay_whatever_happens(group, impl, model, undisturbed, monkeypatc
     """Random stages, blocks, chunks and drafts; masks come late, requests end early, engines die and others go on."""
     texts = [answer.asked.prompt.tolist() + answer.token_ids for answer in undisturbed]
     comparison, met = Comparison(model), Counter[str]()
-    for seed in sized((2, 3, 4), range(5 * group, 5 * group + 5)):
+    for seed in sized((SEED_IN_CI,), range(5 * group, 5 * group + 5)):
         rng = random.Random(seed)
         rate = rng.choice(RATES)
 
@@ -226,7 +227,7 @@ def test_turns_go_on_from_answers_that_ended_among_drafts(tmp_path, monkeypatch)
     settings = {"num_stages": 1, "block_size": 4, "max_num_batched_tokens": 64, "min_prefill_chunk_tokens": 1}
     plan = _plan(path, 0, enable_prefix_caching=False, **settings)
     plain, rng, vocab_size = LocalEngine(plan), random.Random(1), plan.model.vocab_size
-    prompts = [[rng.randrange(vocab_size) for _ in range(9 + index % 4)] for index in range(sized(6, 24))]
+    prompts = [[rng.randrange(vocab_size) for _ in range(9 + index % 4)] for index in range(sized(4, 24))]
     asked = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
     answers = [list(answer) for answer in plain.generate(prompts, [asked] * len(prompts))]
     texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]

@@ -37,23 +37,48 @@ def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 class _Table:
-    """Where the threads meet: a place for each one's tensor."""
+    """Where the threads meet: a place for each one's tensor, and what the last one to come makes of all."""
 
-    def __init__(self, count: int, deadline_s: float) -> None:
-        self.places: list[torch.Tensor | None] = [None] * count
-        self.barrier = threading.Barrier(count, timeout=deadline_s)
-        self.is_aborted = False
-        self.deadline_s = deadline_s
+    def __init__(self, count: int, deadline_s: float, turn: threading.Condition | None) -> None:
+        self.places: list[Any] = [None] * count
+        self._turn = turn or threading.Condition()
+        self._deadline_s = deadline_s
+        self._num_here = self._num_meetings = 0
+        self._result: Any = None
+        self._is_aborted = self._is_late = False
 
-    def meet(self) -> None:
-        try:
-            self.barrier.wait()
-        except threading.BrokenBarrierError:
-            if self.is_aborted:
-                raise EngineDeadError("the stage's members were aborted while one waited for the others") from None
-            raise DeadlineError(
-                "a member of the stage did not come", got=f"nothing within {self.deadline_s:g} s"
-            ) from None
+    def meet(self, rank: int, own: Any, compute: Callable[[list[Any]], torch.Tensor]) -> torch.Tensor:
+        """Leave a tensor, wait for all, and return what is made of them; all share it, and none may change it."""
+        with self._turn:
+            self._check()
+            self.places[rank], meeting = own, self._num_meetings
+            self._num_here += 1
+            if self._num_here == len(self.places):
+                self._result = compute(self.places)
+                self._num_here, self._num_meetings = 0, meeting + 1
+                self._turn.notify_all()
+            elif not self._turn.wait_for(lambda: self._num_meetings > meeting or self._has_failed, self._deadline_s):
+                self._is_late = True
+                self._turn.notify_all()
+            if self._num_meetings == meeting:
+                self._check()
+            result: torch.Tensor = self._result  # the next meeting makes another, and this thread comes to it first
+            return result
+
+    def abort(self) -> None:
+        with self._turn:
+            self._is_aborted = True
+            self._turn.notify_all()
+
+    @property
+    def _has_failed(self) -> bool:
+        return self._is_aborted or self._is_late
+
+    def _check(self) -> None:
+        if self._is_aborted:
+            raise EngineDeadError("the stage's members were aborted while one waited for the others")
+        if self._is_late:
+            raise DeadlineError("a member of the stage did not come", got=f"nothing within {self._deadline_s:g} s")
 
 
 class ThreadMembers:
@@ -68,35 +93,32 @@ class ThreadMembers:
         self.count = len(table.places)
 
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(self._with_all(x, in_order))
+        return x.copy_(self._table.meet(self.rank, x, in_order))
 
     def gathered(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self._with_all(x, lambda parts: torch.stack(parts, out=out))
+        parts = self._table.meet(self.rank, x, torch.stack)
+        return parts.clone() if out is None else out.copy_(parts)
 
     def from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return self._with_all(make() if self.rank == 0 else None, lambda parts: parts[0].clone())
+        made = make() if self.rank == 0 else None
+        return self._table.meet(self.rank, made, lambda parts: parts[0].clone()).clone()
 
     def abort(self) -> None:
-        self._table.is_aborted = True
-        self._table.barrier.abort()
+        self._table.abort()
 
     def close(self) -> None:
         """Do nothing: nothing is held."""
 
-    def _with_all(
-        self, own: torch.Tensor | None, compute: Callable[[list[torch.Tensor]], torch.Tensor]
-    ) -> torch.Tensor:
-        table = self._table
-        table.places[self.rank] = own
-        table.meet()
-        result = compute([part for part in table.places if part is not None])
-        table.meet()  # before anyone changes what others read
-        return result
 
+def thread_members(count: int, deadline_s: float, turn: threading.Condition | None = None) -> list[ThreadMembers]:
+    """Return the members of a stage, by rank; each is one thread's.
 
-def thread_members(count: int, deadline_s: float) -> list[ThreadMembers]:
-    """Return the members of a stage, by rank; each is one thread's."""
-    table = _Table(count, deadline_s)
+    Args:
+        count: Of the members.
+        deadline_s: How long one waits for the others.
+        turn: A thread that holds it lets others have it while it waits for them.
+    """
+    table = _Table(count, deadline_s, turn)
     return [ThreadMembers(table, rank) for rank in range(count)]
 
 

@@ -34,6 +34,8 @@ from raypp.transport.host.host_members import ThreadMembers, thread_members
 NUM_ROWS = 9
 DEADLINE_S = 60.0
 FULL = pytest.mark.full
+PARTS = ((2, 200), (3, 1000), (4, 399))
+"""Members, and sizes of vocabularies that they divide or not."""
 
 
 class InTurns:
@@ -115,8 +117,14 @@ def _choices(kind: str, num_rows: int = NUM_ROWS) -> Callable[[VocabularyPart | 
     return lambda part: KernelTokenChoice(num_rows, device, Workspace(checks.DEVICE), part)
 
 
-@pytest.mark.parametrize("kind", ["torch", "kernels"])
-@pytest.mark.parametrize(("count", "vocab_size"), [(2, 200), (3, 1000), (4, 399)])
+@pytest.mark.parametrize(
+    ("kind", "count", "vocab_size"),
+    [
+        *(("torch", *each) for each in PARTS),
+        *(("kernels", *each) for each in PARTS[:2]),
+        pytest.param("kernels", *PARTS[2], marks=FULL),
+    ],
+)
 def test_members_choose_what_one_would(kind, count, vocab_size):
     torch.manual_seed(count)
     make, asked = _choices(kind), _asked(vocab_size, count)
