@@ -53,8 +53,8 @@ MAX_STATEMENTS = {
     "raypp/specdec": 227,
     "raypp/stage": 2_477,  # wider streams, of images, too; which experts of a checkpoint are other members'
     "raypp/supervision": 245,
-    "raypp/testing": 561,  # small copies of models whose layers differ in sizes
-    "raypp/transport": 1_687,  # with members: over gloo, NCCL, in shared memory; slices; addresses not to be reached
+    "raypp/testing": 567,  # small copies of models whose layers differ in sizes
+    "raypp/transport": 1_704,  # with members: over gloo, NCCL, in shared memory; slices; addresses not to be reached
     "serve_app": 2_093,  # signals are taken by a thread of its own
 }
 
