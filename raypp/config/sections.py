@@ -254,8 +254,8 @@ class GraphsSection(Section):
     padded steps with plain calls."""
     max_piecewise_tokens: int | None = Field(default=None, ge=1)
     """Steps of more tokens run without graphs: by then the device is busy for longer than the host takes to launch, and
-    padding would cost more than it saves. None: by the size of the model's layers, 128 to 2,048. At most
-    max_num_batched_tokens."""
+    padding would cost more than it saves. None: by the size of the model's layers, 128 to 2,048, or more
+    with members, whose hosts take longer. At most max_num_batched_tokens."""
     compile: bool = False
     """Run what is before and after a layer's attention through torch.compile, in graphs and without. Steps of so few
     tokens that raypp's own kernels multiply them stay as they are. It costs a start some seconds, a minute where

@@ -84,7 +84,9 @@ _FEW_TOKENS = 16
 def warm_up(
     spec: StageSpec, model: StageModel, kv_caches: Sequence[LayerMemory], sampler: Sampler | None = None
 ) -> None:
-    """Run prefills that no graph holds, and small mixed steps, of padding alone; only the null block is written.
+    """Run the largest prefill, others that no graph holds, and small mixed steps, of padding alone.
+
+    Only the null block is written.
 
     Args:
         spec: Of the stage.
@@ -99,10 +101,9 @@ def warm_up(
         with _in_memory(spec, "choosing tokens"):
             _choose(spec, sampler)
     few_tokens = min(_FEW_TOKENS, spec.max_step_tokens)
-    sizes, num_tokens = [few_tokens], spec.max_step_tokens
-    while num_tokens > max(few_tokens, spec.graphs.max_piecewise_tokens):  # products are cut by powers of two
-        sizes.append(num_tokens)
-        num_tokens //= 2
+    sizes = [few_tokens, spec.max_step_tokens]
+    while sizes[-1] // 2 > max(few_tokens, spec.graphs.max_piecewise_tokens):  # products are cut by powers of two
+        sizes.append(sizes[-1] // 2)
     for num_tokens in sizes:
         with _in_memory(spec, f"a step of {num_tokens} tokens"):
             _run(spec, model, kv_caches, padding_step(spec, num_tokens))
