@@ -67,6 +67,19 @@ def kernels_made() -> Iterator[list[str]]:
         knobs.runtime.jit_post_compile_hook = kept
 
 
+def make_engine(model: Path, **settings: Any) -> LocalEngine:
+    config = EngineConfig.from_flat(
+        str(model),
+        load_format="dummy",
+        device="cuda",
+        skip_tokenizer_init=True,
+        max_num_seqs=8,
+        max_piecewise_tokens=64,
+        **settings,
+    )
+    return LocalEngine(plan_engine(config, Hardware(2, 1 << 34, 1, "this one", 16 << 30, (9, 0))))
+
+
 def run(engine: LocalEngine, seed: int, kinds: Sequence[dict[str, Any]] = KINDS) -> None:
     """Run requests of all kinds, half of which start while the others decode; the second half finds cached blocks."""
     rng = random.Random(seed)
@@ -92,20 +105,9 @@ CPU_KV = {"cpu_kv_bytes": 64 << 20, "num_kv_blocks": 12, "max_model_len": 120}
 )
 @pytest.mark.parametrize("mode", ["none", "full_and_piecewise"])
 def test_steps_wait_for_nothing(tmp_path: Path, mode: str, settings: dict[str, Any]) -> None:
-    config = EngineConfig.from_flat(
-        str(write_config("small", 2, tmp_path)),
-        load_format="dummy",
-        device="cuda",
-        mode=mode,
-        num_stages=2,
-        stage_num_gpus=0.5,
-        skip_tokenizer_init=True,
-        max_num_seqs=8,
-        max_num_batched_tokens=128,
-        max_piecewise_tokens=64,
-        **({"max_model_len": 512, "num_kv_blocks": 300} | settings),
-    )
-    engine = LocalEngine(plan_engine(config, Hardware(2, 1 << 34, 1, "this one", 16 << 30, (9, 0))))
+    sizes = {"max_num_batched_tokens": 128, "max_model_len": 512, "num_kv_blocks": 300}
+    stages = {"mode": mode, "num_stages": 2, "stage_num_gpus": 0.5}
+    engine = make_engine(write_config("small", 2, tmp_path), **(stages | sizes | settings))
     with kernels_made() as kernels:
         run(engine, 2, AT_ONCE)
     assert mode == "none" or not kernels, "\n".join(kernels)  # recordings have all that called steps need
@@ -122,19 +124,8 @@ def test_steps_wait_for_nothing(tmp_path: Path, mode: str, settings: dict[str, A
 @pytest.mark.parametrize("settings", [{}, {"quantization": "fp8"}], ids=["plain", "fp8"])
 def test_long_steps_of_experts_compile_nothing(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Steps of more tokens than graphs hold, of any number."""
-    config = EngineConfig.from_flat(
-        str(write_config("small experts", 2, tmp_path)),
-        load_format="dummy",
-        device="cuda",
-        skip_tokenizer_init=True,
-        max_num_seqs=8,
-        max_num_batched_tokens=8192,
-        max_piecewise_tokens=64,
-        max_model_len=8192,
-        num_kv_blocks=4000,
-        **settings,
-    )
-    engine = LocalEngine(plan_engine(config, Hardware(1, 1 << 34, 1, "this one", 16 << 30, (9, 0))))
+    sizes = {"max_num_batched_tokens": 8192, "max_model_len": 8192, "num_kv_blocks": 4000}
+    engine = make_engine(write_config("small experts", 2, tmp_path), **(sizes | settings))
     rng = random.Random(3)
     with kernels_made() as kernels:
         for num_tokens in (65, 130, 250, 517, 1000, 1111, 2050, 2999, 4100, 5003, 6200, 7777, 8191):

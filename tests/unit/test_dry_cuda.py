@@ -29,19 +29,22 @@ IN_CI = (
     "what_waits",
     "mxfp4 and full",
     "own_layers and minimax_m2 and full",
+    "experts_compile_nothing and plain",
+    "experts_compile_nothing and fp8",
+    "parts_are_measured and not 100",
 )
 OTHERS = (
     "wait_for_nothing and full_and_piecewise and plain",
     *(f"test_tokens_are_transformers and {name}-full" for name in ("gemma3_text", "glm4_moe", "qwen3_moe")),
     *(f"own_layers and {name} and full" for name in ("gemma3_text", "gemma4_text", "glm4_moe", "gpt_oss")),
 )
-FILES = ("tests/gpu/test_hidden_waits.py", "tests/gpu/test_transformers_gpu.py")
+FILES = [f"tests/gpu/test_{name}.py" for name in ("hidden_waits", "transformers_gpu", "tune_gpu")]
 
 
 @needs
 @pytest.mark.parametrize("tests", [IN_CI, pytest.param(OTHERS, marks=pytest.mark.full)], ids=["few", "others"])
 def test_steps_wait_for_nothing(tests):
-    """Of rows that ask for much, and of transformers' types; in one process, whose start takes as long as a test."""
+    """Nor are kernels compiled; `raypp tune` measures. In one process, whose start takes as long as a test."""
     chosen = " or ".join(f"({test})" for test in tests)
     done = run_dry("-m", "pytest", "-q", *FILES, "-k", chosen)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
