@@ -1,11 +1,12 @@
 """What a link between two nodes adds to a token and to a prompt, beside what arithmetic says.
 
     python benchmarks/node_links.py --links 0:0 10:0.5 1:2 --members 2
+    python benchmarks/node_links.py --model qwen3-8b --links 0:0 25:0 10:0 1:0 --requests 1 16 64
 
-Two stages on two nodes of `tools/node_bed.py`, which says what it needs. They take a fixed time per step and per token,
+Two stages on two nodes of `tools/node_bed.py`, which says what it needs. A link is Gb/s:ms, the delay one way; 0:0 is
+as fast as it can, which the others are compared with. Without a model, stages take a fixed time per step and per token,
 like GPUs that compute, and send hidden states of real size: 8,192 bytes per token, those of Qwen3-8B, however many
-members each has. A link is Gb/s:ms, the delay one way; 0:0 is the wire as fast as it can, which the others are compared
-with.
+members each has. A model has a GPU on each node; NCCL takes the bed's cable, which has no delay of its own.
 
     a token        every step sends hidden states to the next stage and tokens back: 2 delays + bytes / rate
     a long prompt  chunks follow each other; the slower of stage and link sets the pace; 2 delays until the first token
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import random
 import statistics
 import subprocess
@@ -27,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from workload import exactly, random_prompts, seconds_for
+from report import print_report
+from workload import exactly, model_settings, random_prompts, seconds_for
 
 from raypp import LLM
 from raypp.testing.fake_stage import FakeModel
@@ -39,9 +43,35 @@ HIDDEN_SIZE = 2048  # in float32: as many bytes as 4,096 in bfloat16
 TOKEN_BYTES = HIDDEN_SIZE * 4
 STEP_MS, TOKEN_US = 5.0, 20.0
 NUM_TOKENS, BATCHES = 64, (1, 16)
-PROMPT_TOKENS, CHUNK_TOKENS = 3584, 512
-RUNS = 5
 NUM_STAGES = 2
+THROUGH_THE_CABLE = {
+    "NCCL_SOCKET_IFNAME": "cable",
+    "NCCL_NET": "Socket",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+}
+"""For GPUs of one host, which could reach each other by shorter ways."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What is measured.
+
+    Args:
+        input_len: Tokens of the prompts of requests that decode.
+        prompt_tokens: Of the long prompt.
+        chunk_tokens: Of a step.
+        runs: Of which the best counts.
+    """
+
+    input_len: int
+    prompt_tokens: int
+    chunk_tokens: int
+    runs: int
+
+
+OF_TIMED_STAGES, OF_A_MODEL = Traffic(4, 3584, 512, 5), Traffic(64, 32_000, 8192, 3)
 
 
 @dataclass(frozen=True)
@@ -79,7 +109,11 @@ class TimedStage:
 
 
 def predicted_ms(
-    alone: dict[str, float], gbits: float, delay_ms: float, batches: Sequence[int] = BATCHES
+    alone: dict[str, float],
+    gbits: float,
+    delay_ms: float,
+    batches: Sequence[int] = BATCHES,
+    traffic: Traffic = OF_TIMED_STAGES,
 ) -> dict[str, float]:
     """Return what each figure becomes over a link.
 
@@ -88,6 +122,7 @@ def predicted_ms(
         gbits: The link's rate, Gb/s; 0: so high that it does not count.
         delay_ms: One way.
         batches: Numbers of requests.
+        traffic: What was measured.
     """
 
     def wire_ms(tokens: float) -> float:
@@ -97,57 +132,65 @@ def predicted_ms(
     for count in batches:
         rows = max(count // NUM_STAGES, 1)  # of a cohort
         predicted[_token(count)] = alone[_token(count)] + 2 * delay_ms + wire_ms(rows)
-    stage_ms = STEP_MS + CHUNK_TOKENS * TOKEN_US / 1e3
-    link_is_slower_ms = NUM_STAGES * stage_ms + wire_ms(PROMPT_TOKENS)
-    predicted[_PROMPT] = 2 * delay_ms + max(alone[_PROMPT] + wire_ms(CHUNK_TOKENS), link_is_slower_ms)
+    name, num_tokens, chunk_tokens = _prompt(traffic), traffic.prompt_tokens, traffic.chunk_tokens
+    stage_ms = alone[name] / (math.ceil(num_tokens / chunk_tokens) + NUM_STAGES - 1)
+    link_is_slower_ms = NUM_STAGES * stage_ms + wire_ms(num_tokens)
+    predicted[name] = 2 * delay_ms + max(alone[name] + wire_ms(chunk_tokens), link_is_slower_ms)
     return predicted
 
 
-_PROMPT = f"first token of {PROMPT_TOKENS:,}"
+def _prompt(traffic: Traffic) -> str:
+    return f"first token of {traffic.prompt_tokens:,}"
 
 
 def _token(count: int) -> str:
     return f"a token at {count}"
 
 
-def measure(llm: LLM, batches: Sequence[int]) -> dict[str, float]:
+def measure(llm: LLM, batches: Sequence[int], traffic: Traffic) -> dict[str, float]:
     """Return the best milliseconds per token at each number of requests, and to the first token of a long prompt."""
     rng, figures = random.Random(0), {}
     vocab_size = llm.plan()["vocab_size"]
     for count in batches:
         runs = []
-        for _ in range(RUNS):
-            outputs = llm.generate(random_prompts(count, 4, vocab_size, rng), exactly(NUM_TOKENS))
+        for _ in range(traffic.runs):
+            outputs = llm.generate(random_prompts(count, traffic.input_len, vocab_size, rng), exactly(NUM_TOKENS))
             metrics = [output.metrics for output in outputs]
             spans = [each.finish_time_s - each.first_token_time_s for each in metrics]
             runs.append(statistics.median(spans) * 1e3 / (NUM_TOKENS - 1))
         figures[_token(count)] = min(runs)
-    prompts = [seconds_for(llm, random_prompts(1, PROMPT_TOKENS, vocab_size, rng), 1) * 1e3 for _ in range(RUNS + 1)]
-    figures[_PROMPT] = min(prompts[1:])
+    prompts = [
+        seconds_for(llm, random_prompts(1, traffic.prompt_tokens, vocab_size, rng), 1) * 1e3
+        for _ in range(traffic.runs + 1)
+    ]
+    figures[_prompt(traffic)] = min(prompts[1:])
     return figures
 
 
-def _on_the_node(num_members: int, batches: Sequence[int]) -> None:
+def _on_the_node(num_members: int, batches: Sequence[int], model: str | None) -> None:
+    traffic = OF_TIMED_STAGES if model is None else OF_A_MODEL
+    what = {"model": "tiny", "stage_factory": TimedStage(HIDDEN_SIZE, STEP_MS, TOKEN_US)}
+    what |= {"min_prefill_chunk_tokens": traffic.chunk_tokens}
+    if model is not None:
+        what = {**model_settings(model), "max_model_len": 32_768}
     with LLM(
-        "tiny",
+        **what,
         num_stages=NUM_STAGES,
         tensor_parallel_size=num_members,
         placement="strict_spread",
-        stage_factory=TimedStage(HIDDEN_SIZE, STEP_MS, TOKEN_US),
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         max_num_seqs=max(batches),
-        max_num_batched_tokens=CHUNK_TOKENS,
-        min_prefill_chunk_tokens=CHUNK_TOKENS,
+        max_num_batched_tokens=traffic.chunk_tokens,
     ) as llm:
-        measure(llm, batches)  # what is slow once
+        measure(llm, batches, traffic)  # what is slow once
         print("ready", flush=True)
         for _ in sys.stdin:
-            print(json.dumps(measure(llm, batches)), flush=True)
+            print(json.dumps(measure(llm, batches, traffic)), flush=True)
 
 
 def measure_links(
-    links: list[tuple[float, float]], num_members: int = 1, batches: Sequence[int] = BATCHES
+    links: list[tuple[float, float]], num_members: int = 1, batches: Sequence[int] = BATCHES, model: str | None = None
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Return measured and predicted milliseconds by link, and print them.
 
@@ -155,26 +198,34 @@ def measure_links(
         links: Gb/s and ms, the first one 0, 0.
         num_members: Of each stage.
         batches: Numbers of requests.
+        model: On GPUs, one for each member; None: timed stages.
 
     Raises:
         BedError: this machine can hold no nodes, or the engine did not start.
     """
     found: dict[str, dict[str, dict[str, float]]] = {}
-    print(f"{TOKEN_BYTES:,} bytes per token and edge; stages of {STEP_MS:g} ms + {TOKEN_US:g} us per token")
-    with NodeBed(NUM_STAGES) as bed:
+    what = f"stages of {STEP_MS:g} ms + {TOKEN_US:g} us per token" if model is None else model
+    print(f"{TOKEN_BYTES:,} bytes per token and edge; {what}")
+    gpus = {} if model is None else {node: {"CUDA_VISIBLE_DEVICES": _gpus_of(node, num_members)} for node in range(2)}
+    traffic = OF_TIMED_STAGES if model is None else OF_A_MODEL
+    with NodeBed(NUM_STAGES, environments=gpus, has_cable=model is not None) as bed:
         command = [sys.executable, __file__, "--on-the-node", "--members", str(num_members)]
-        command += ["--requests", *map(str, batches)]
-        program = bed.start(0, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command += ["--requests", *map(str, batches), *(["--model", model] if model else [])]
+        variables = THROUGH_THE_CABLE if model else {}
+        program = bed.start(0, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
         if program.stdout.readline() != "ready\n":
             raise BedError("no engine on the bed; what it printed says why")
         for gbits, delay_ms in links:
-            bed.wire.gbits, bed.wire.delay_ms = gbits, delay_ms
+            if model is None:
+                bed.wire.gbits, bed.wire.delay_ms = gbits, delay_ms
+            else:
+                bed.set_cable_rate(gbits)
             program.stdin.write("measure\n")
             program.stdin.flush()
             measured = json.loads(program.stdout.readline())
             alone = next(iter(found.values()))["measured"] if found else measured
-            predicted = predicted_ms(alone, gbits, delay_ms, batches)
-            name = f"{gbits:g} Gb/s, {delay_ms:g} ms" if gbits or delay_ms else "the wire alone"
+            predicted = predicted_ms(alone, gbits, delay_ms, batches, traffic)
+            name = f"{gbits:g} Gb/s, {delay_ms:g} ms" if gbits or delay_ms else "as fast as it can"
             found[name] = {"measured": measured, "predicted": predicted}
             texts = (f"{what} {ms:.2f} ms (predicted {predicted[what]:.2f})" for what, ms in measured.items())
             print(f"{name}: {'; '.join(texts)}", flush=True)
@@ -185,19 +236,30 @@ def measure_links(
     return found
 
 
+def _gpus_of(node: int, num_members: int) -> str:
+    """Return which of this machine's GPUs a node has, as CUDA_VISIBLE_DEVICES says it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(NUM_STAGES * num_members)))).split(",")
+    return ",".join(visible[node * num_members : (node + 1) * num_members])
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="+", default=["0:0", "10:0.5", "1:2"], metavar="GBITS:MS")
     parser.add_argument("--members", type=int, default=1, metavar="N", help="of each stage")
     parser.add_argument("--requests", type=int, nargs="+", default=BATCHES, metavar="N", help="at once")
+    parser.add_argument("--model", help="a folder of benchmarks/models: on GPUs")
     parser.add_argument("--on-the-node", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.on_the_node:
-        _on_the_node(args.members, args.requests)
+        _on_the_node(args.members, args.requests, args.model)
         return
-    links = [tuple(map(float, link.split(":"))) for link in args.links]
-    print(json.dumps(measure_links([(gbits, delay_ms) for gbits, delay_ms in links], args.members, args.requests)))
+    pairs = [tuple(map(float, link.split(":"))) for link in args.links]
+    if args.model and (delayed := [link for link, (_, delay_ms) in zip(args.links, pairs, strict=True) if delay_ms]):
+        parser.error(f"--links {' '.join(delayed)}: a cable has no delay; with --model, GBITS:0 is allowed")
+    links = [(gbits, delay_ms) for gbits, delay_ms in pairs]
+    figures = measure_links(links, args.members, args.requests, args.model)
+    print_report("node_links", vars(args), figures)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ process that made the bed, however that ends.
 
 The wire is a thread that carries IP packets between a TUN device in each node. It does what `tc netem` does, on kernels
 without netem, too: a packet leaves after those before it, at the wire's rate, and arrives one delay later. It also
-stands for a firewall. In Python it carries about 5 Gb/s per processor core that it has for itself.
+stands for a firewall. In Python it carries about 5 Gb/s per processor core that it has for itself. What sends more, as
+GPUs do, can take a cable beside it: a veth pair between the first two nodes, with a rate and no delay.
 
 Needs Linux, root (CAP_SYS_ADMIN, CAP_NET_ADMIN), /dev/net/tun, iproute2, and `unshare` and `nsenter` of util-linux.
 """
@@ -240,7 +241,8 @@ class NodeBed:
         num_nodes: Of which the first is the head.
         gbits: The wire's rate into each node, Gb/s; 0: as fast as it can.
         delay_ms: The wire's, one way.
-        environments: Variables of some nodes' Ray, by the node's index.
+        environments: Variables of what runs on some nodes, by the node's index.
+        has_cable: Whether a veth pair, the device `cable` on both, joins the first two nodes, too.
 
     Raises:
         BedError: this machine can hold none, or a node did not start.
@@ -253,6 +255,7 @@ class NodeBed:
         gbits: float = 0.0,
         delay_ms: float = 0.0,
         environments: dict[int, dict[str, str]] | None = None,
+        has_cable: bool = False,
     ) -> None:
         if (why_not := obstacle()) is not None:
             raise BedError(why_not)
@@ -261,8 +264,10 @@ class NodeBed:
         self._environments = environments or {}
         self._nodes: dict[int, subprocess.Popen[str]] = {}
         self._programs: list[subprocess.Popen[Any]] = []
+        self._cable_gbits = 0.0 if has_cable else None
         try:
             starts = [self._start_node(index) for index in range(num_nodes)]
+            self._lay_cable()
             for index, start in enumerate(starts):
                 self._await_ray(index, start)
         except BaseException:
@@ -282,7 +287,10 @@ class NodeBed:
 
     def add_node(self, index: int) -> None:
         """Start a node; one that was killed comes back under the same address."""
-        self._await_ray(index, self._start_node(index))
+        start = self._start_node(index)
+        if index < 2:
+            self._lay_cable()
+        self._await_ray(index, start)
 
     def kill_node(self, index: int) -> None:
         """End a node at once, as when its power fails: nobody is told."""
@@ -298,11 +306,40 @@ class NodeBed:
             options: Of `subprocess.Popen`; `env` is added to this process's variables and the bed's.
         """
         own = {"RAY_ADDRESS": self.ray_address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._token}
-        environment = os.environ | _SETTINGS | own | options.pop("env", {})
+        environment = os.environ | _SETTINGS | own | self._environments.get(index, {}) | options.pop("env", {})
         target = ["nsenter", "--target", str(self.pid(index)), *_NAMESPACES, "--"]
         program = subprocess.Popen([*target, *command], env=environment, **options)
         self._programs.append(program)
         return program
+
+    def _lay_cable(self) -> None:
+        if self._cable_gbits is None:
+            return
+        ends = [str(self.pid(index)) for index in range(2)]
+        pair = f"ip link add cable netns {ends[0]} type veth peer name cable netns {ends[1]}".split()
+        self._have_run(subprocess.Popen(pair, stderr=subprocess.PIPE, text=True))
+        for index in range(2):
+            for command in (f"addr add 198.19.0.{index + 1}/24 dev cable", "link set cable mtu 9000 up"):
+                self._have_run(self.start(index, ["ip", *command.split()], stderr=subprocess.PIPE, text=True))
+        self.set_cable_rate(self._cable_gbits)
+
+    def set_cable_rate(self, gbits: float) -> None:
+        """Limit what the cable carries each way, but for a segment of 64 KB, which passes at once after a pause.
+
+        Args:
+            gbits: Gb/s; 0: as fast as the kernel.
+        """
+        limit = f"tbf rate {round(gbits * 1e6)}kbit burst 70kb latency 200ms" if gbits else "pfifo limit 1000"
+        self._cable_gbits = gbits
+        for index in range(2):
+            command = f"tc qdisc replace dev cable root {limit}".split()
+            self._have_run(self.start(index, command, stderr=subprocess.PIPE, text=True))
+
+    @staticmethod
+    def _have_run(program: subprocess.Popen[str]) -> None:
+        _, said = program.communicate(timeout=_ANSWER_S)
+        if program.returncode:
+            raise BedError(f"no cable: {' '.join(map(str, program.args))}: {said.strip()}")
 
     def pid(self, index: int) -> int:
         """Return the first process of a node, as this namespace counts."""
@@ -327,16 +364,25 @@ class NodeBed:
         if not select.select([node.stdout], [], [], _START_S)[0] or node.stdout.readline() != "ready\n":
             raise BedError(f"node {index} did not start")
         self.wire.plug(address_of(index), self.pid(index))
-        ray = shutil.which("ray", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}") or "ray"
         role = ["--head", f"--port={_GCS_PORT}", "--include-dashboard=false"] if index == 0 else []
         joins = [] if index == 0 else [f"--address={self.ray_address}"]
-        command = [ray, "start", *role, *joins, "--disable-usage-stats", "--include-log-monitor=false"]
+        command = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            *role,
+            *joins,
+            "--disable-usage-stats",
+            "--include-log-monitor=false",
+        ]
         command += [f"--node-ip-address={address_of(index)}", f"--num-cpus={NUM_CPUS}"]
         command += [f"--object-store-memory={_STORE_BYTES}"]
         command += [f"--{name}={port}" for name, port in RAY_PORTS.items()]
         command += [f"--min-worker-port={WORKER_PORTS.start}", f"--max-worker-port={WORKER_PORTS.stop - 1}"]
-        given = {"RAY_ADDRESS": "", **self._environments.get(index, {})}
-        return self.start(index, command, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return self.start(
+            index, command, env={"RAY_ADDRESS": ""}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     def _await_ray(self, index: int, start: subprocess.Popen[Any]) -> None:
         try:

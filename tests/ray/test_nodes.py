@@ -15,14 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from node_bed import OPEN_TO_RAY, NodeBed, address_of, obstacle
 from node_links import measure_links
 from node_program import PROMPTS
+from program_on_bed import ROOT, WAIT_S, Program, namespace, pids_of, processes_of, stages_on, start_requests
 from transformers import AutoTokenizer
 
 from raypp.config.engine_config import EngineConfig
@@ -35,74 +34,9 @@ from raypp.testing import LocalEngine
 WHY_NOT = obstacle()
 pytestmark = [pytest.mark.ray, pytest.mark.skipif(WHY_NOT is not None, reason=f"no nodes on this machine: {WHY_NOT}")]
 
-PROGRAM = Path(__file__).parent / "node_program.py"
-ROOT = Path(__file__).parents[2]
 ENGINE = {"num_stages": 2, "placement": "strict_spread", "close_timeout_s": 3.0, "stage_num_threads": 1}
-WAIT_S = 150.0
 NUM_TOKENS = 24
 HIDDEN_BYTES = 256 * 4  # of a token of tiny, in float32
-
-
-class Program:
-    """`node_program.py` on the first node."""
-
-    def __init__(self, bed: NodeBed, **variables: str) -> None:
-        self._process = bed.start(
-            0,
-            [sys.executable, str(PROGRAM)],
-            env={"PYTHONPATH": str(ROOT), **variables},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def tell(self, do: str, **task: Any) -> None:
-        """Give a task."""
-        self._process.stdin.write(json.dumps({"do": do, **task}) + "\n")
-        self._process.stdin.flush()
-
-    def hear(self) -> dict[str, Any]:
-        """Return the answer to the oldest task."""
-        assert select.select([self._process.stdout], [], [], WAIT_S)[0], "no answer"
-        line = self._process.stdout.readline()
-        assert line, f"the program ended: {self._process.wait(WAIT_S)}"
-        return json.loads(line)
-
-    def ask(self, do: str, **task: Any) -> dict[str, Any]:
-        """Give a task, and return its answer."""
-        self.tell(do, **task)
-        return self.hear()
-
-    def end(self) -> None:
-        """Have it close its engine and end."""
-        self._process.stdin.close()
-        assert self._process.wait(WAIT_S) == 0
-        self._process.stdout.close()
-
-
-def _processes_of(namespace: str) -> dict[int, str]:
-    """Return the command lines of the processes in a process namespace, by id; Ray's actors are named in theirs."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has just ended
-            if os.readlink(path / "ns/pid") == namespace:
-                found[int(path.name)] = (path / "cmdline").read_text().replace("\0", " ")[:200]
-    return {pid: line for pid, line in found.items() if line}  # what has ended has none
-
-
-def _namespace(bed: NodeBed, index: int) -> str:
-    return os.readlink(f"/proc/{bed.pid(index)}/ns/pid")
-
-
-def _pids_of(bed: NodeBed, index: int, name: str) -> list[int]:
-    """Return the processes on a node whose command line has a name."""
-    return [pid for pid, line in _processes_of(_namespace(bed, index)).items() if name in line]
-
-
-def _stages_on(bed: NodeBed, index: int) -> set[str]:
-    """Return the names of stages on a node: `0`; of members of one: `0_1`."""
-    lines = " ".join(_processes_of(_namespace(bed, index)).values())
-    return set(re.findall(r"ray::StageActor([0-9_]+)", lines))
 
 
 def _texts_on_one_node() -> list[list[int]]:
@@ -126,9 +60,9 @@ def bed(other_packages: Path) -> Iterator[NodeBed]:
     mounts = Path("/proc/self/mounts").read_text()
     paths = {index: {"PYTHONPATH": f"{folder}:{ROOT}"} for index, folder in enumerate([ROOT, other_packages])}
     with NodeBed(2, gbits=10, delay_ms=0.5, environments=paths) as bed:
-        namespaces = [_namespace(bed, index) for index in range(2)]
+        namespaces = [namespace(bed, index) for index in range(2)]
         yield bed
-    assert not [line for namespace in namespaces for line in _processes_of(namespace)]
+    assert not [line for namespace in namespaces for line in processes_of(namespace)]
     assert Path("/proc/self/mounts").read_text() == mounts
 
 
@@ -142,7 +76,7 @@ def program(bed: NodeBed) -> Iterator[Program]:
 def test_texts_on_two_nodes_are_those_of_one(bed, program):
     started = program.ask("start", engine=ENGINE)
     assert "error" not in started
-    assert (_stages_on(bed, 0), _stages_on(bed, 1)) == ({"0"}, {"1"})
+    assert (stages_on(bed, 0), stages_on(bed, 1)) == ({"0"}, {"1"})
     carried = bed.wire.num_bytes
     answer = program.ask("generate", max_tokens=NUM_TOKENS)
     print(f"\nstarted in {started['seconds']:.1f} s, {NUM_TOKENS} tokens in {answer['seconds']:.2f} s")
@@ -154,7 +88,7 @@ def test_texts_on_two_nodes_are_those_of_one(bed, program):
 def test_members_of_a_stage_stay_on_one_node_and_send_slices_to_another(bed, program):
     engine = {**ENGINE, "tensor_parallel_size": 2, "enable_prefix_caching": False}
     assert "error" not in program.ask("start", engine=engine)
-    assert (_stages_on(bed, 0), _stages_on(bed, 1)) == ({"0_0", "0_1"}, {"1_0", "1_1"})
+    assert (stages_on(bed, 0), stages_on(bed, 1)) == ({"0_0", "0_1"}, {"1_0", "1_1"})
     assert program.ask("generate", max_tokens=NUM_TOKENS)["token_ids"] == _texts_on_one_node()
     carried, prompt = bed.wire.num_bytes, [2 + index % 400 for index in range(1500)]
     program.ask("generate", max_tokens=1, prompts=[{"prompt_token_ids": prompt}] * 2)
@@ -169,16 +103,16 @@ def test_members_of_a_stage_stay_on_one_node_and_send_slices_to_another(bed, pro
 def test_a_member_is_named_also_where_others_wait_for_its_slice(bed, program, signal_number):
     engine = {**ENGINE, "tensor_parallel_size": 2, "max_engine_restarts": 3, "step_timeout_s": 5.0, "heartbeat_s": 0.2}
     assert "error" not in program.ask("start", engine=engine)
-    right, kept = program.ask("generate", max_tokens=400)["token_ids"], _pids_of(bed, 1, "ray::StageActor1")
+    right, kept = program.ask("generate", max_tokens=400)["token_ids"], pids_of(bed, 1, "ray::StageActor1")
     assert len(kept) == 2
-    [pid] = _pids_of(bed, 0, "ray::StageActor0_1")
-    _start_requests(program, max_tokens=400)
+    [pid] = pids_of(bed, 0, "ray::StageActor0_1")
+    start_requests(program, max_tokens=400)
     os.kill(pid, signal_number)
     answer = program.ask("collect")
     assert answer.get("token_ids") == right, answer
     died = answer["stats"]["recoveries"]["last"]["died"]
     assert re.match("member 1 of stage 0 (died|is frozen)", died), died
-    assert _pids_of(bed, 1, "ray::StageActor1") == kept, "they keep their weights"
+    assert pids_of(bed, 1, "ray::StageActor1") == kept, "they keep their weights"
 
 
 @pytest.mark.full
@@ -241,20 +175,10 @@ def test_another_model_at_the_same_path_is_named(bed, program, tmp_path):
     assert f"{weights.name}: " in answer["error"]
 
 
-def _start_requests(program: Program, **task: Any) -> None:
-    """Let requests run, and return when they have some tokens."""
-    before = program.ask("look")["stats"]["num_generated_tokens"]
-    program.tell("submit", **task)
-    ends = time.monotonic() + WAIT_S
-    while program.hear()["stats"]["num_generated_tokens"] < before + 20:
-        assert time.monotonic() < ends
-        program.tell("look")
-
-
 def _lose(bed: NodeBed, program: Program, lost: int, then: Callable[[], object]) -> None:
     """Kill the node of stage 1 while requests run; they must end as if nothing had happened."""
     num_tokens, prompts = 1500, [{"prompt_token_ids": [first]} for first in (1, 700)]
-    _start_requests(program, max_tokens=num_tokens, prompts=prompts)
+    start_requests(program, max_tokens=num_tokens, prompts=prompts)
     bed.kill_node(lost)
     killed_s = time.monotonic()
     then()
@@ -267,12 +191,12 @@ def _lose(bed: NodeBed, program: Program, lost: int, then: Callable[[], object])
 def test_requests_outlive_a_node(bed, program):
     engine = {**ENGINE, "max_engine_restarts": 3, "restart_wait_s": WAIT_S}
     assert "error" not in program.ask("start", engine=engine, fake_ms=2)
-    assert _stages_on(bed, 1) == {"1"}
+    assert stages_on(bed, 1) == {"1"}
     _lose(bed, program, 1, lambda: bed.add_node(1))
-    assert _stages_on(bed, 1) == {"1"}, "the node came back, and its stage with it"
+    assert stages_on(bed, 1) == {"1"}, "the node came back, and its stage with it"
     bed.add_node(2)
     _lose(bed, program, 1, lambda: None)
-    assert _stages_on(bed, 2) == {"1"}, "there was another node"
+    assert stages_on(bed, 2) == {"1"}, "there was another node"
 
 
 @pytest.mark.full
@@ -321,9 +245,9 @@ def test_nothing_is_left_of_a_bed_whose_owner_is_killed():
         children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split()
         namespaces = {os.readlink(f"/proc/{pid}/ns/pid_for_children") for pid in children}
         namespaces -= {os.readlink("/proc/self/ns/pid")}
-        assert [line for namespace in namespaces for line in _processes_of(namespace)]
+        assert [line for namespace in namespaces for line in processes_of(namespace)]
         owner.kill()
         ends = time.monotonic() + WAIT_S
-        while left := [line for namespace in namespaces for line in _processes_of(namespace)]:
+        while left := [line for namespace in namespaces for line in processes_of(namespace)]:
             assert time.monotonic() < ends, left
             time.sleep(0.05)

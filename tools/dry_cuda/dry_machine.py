@@ -41,6 +41,8 @@ def install_pynvml() -> None:
     module.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(  # type: ignore[attr-defined]
         total=memory_bytes(), free=memory_bytes(), used=0
     )
+    module.NVML_P2P_CAPS_INDEX_NVLINK = module.NVML_P2P_STATUS_OK = 0  # type: ignore[attr-defined]
+    module.nvmlDeviceGetP2PStatus = lambda *pair_and_kind: 0  # type: ignore[attr-defined]
     module.nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)  # type: ignore[attr-defined]
     module.nvmlDeviceGetName = lambda handle: "NVIDIA H200 (dry)"  # type: ignore[attr-defined]
 

@@ -1,0 +1,76 @@
+"""A model that one of two GPUs of unlike memory could not hold has the texts that it has on one large GPU.
+
+Memory is limited twice: NVML says less, so that raypp plans for less, and another program holds the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if torch.cuda.device_count() < 2:
+    pytest.skip("needs two CUDA devices", allow_module_level=True)
+
+from workload import exactly, model_settings, random_prompts
+
+from raypp import LLM
+from raypp.plan.hardware import visible_indices
+
+LIMITS_BYTES = (16_000_000_000, 32_000_000_000)
+MODEL = os.environ.get("UNLIKE_MODEL", "qwen3-14b")  # 29.5 GB in bf16
+SETTINGS: dict[str, Any] = {
+    "batch_invariant": True,
+    "skip_tokenizer_init": True,
+    "enable_prefix_caching": False,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 1024,
+    "max_model_len": 2048,
+}
+
+
+def texts(llm: LLM) -> list[list[int]]:
+    rng = random.Random(5)
+    prompts = [prompt for length in (3, 100, 700) for prompt in random_prompts(5, length, 50_000, rng)]
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, exactly(48))]
+
+
+@pytest.fixture
+def limited_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function after which both GPUs have the memory of `LIMITS_BYTES`."""
+    held: list[torch.Tensor] = []
+
+    def limit() -> None:
+        indices = visible_indices(torch.cuda.device_count())
+        limits = dict(zip(indices, LIMITS_BYTES, strict=False))
+        monkeypatch.setenv("LIMITED_MEMORY", json.dumps(limits))
+        folder = Path(__file__).parent / "limited_memory"
+        monkeypatch.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
+        for device, limit_bytes in enumerate(LIMITS_BYTES):
+            free_bytes, _ = torch.cuda.mem_get_info(device)
+            held.append(torch.empty(max(0, free_bytes - limit_bytes), dtype=torch.uint8, device=f"cuda:{device}"))
+
+    yield limit
+    held.clear()
+    torch.cuda.empty_cache()
+
+
+def test_stages_fill_gpus_of_unlike_memory(limited_memory: Any) -> None:
+    with LLM(**model_settings(MODEL), num_stages=1, **SETTINGS) as llm:
+        expected = texts(llm)
+    limited_memory()
+    with LLM(**model_settings(MODEL), num_stages=2, **SETTINGS) as llm:
+        plan = llm.plan()
+        found = texts(llm)
+        for stage in plan["stages"]:
+            print(f"\nstage {stage['stage_index']}: {stage}")
+        free_bytes = [torch.cuda.mem_get_info(device)[0] for device in range(2)]
+    print(f"\nfree while it ran: {[round(num_bytes / 1e9, 2) for num_bytes in free_bytes]} GB of 16 and 32")
+    counts = [end - start for start, end in (stage["layers"] for stage in plan["stages"])]
+    assert max(counts) > 1.5 * min(counts), "layers do not follow memory"
+    assert found == expected
