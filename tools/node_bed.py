@@ -315,6 +315,8 @@ class NodeBed:
     def _lay_cable(self) -> None:
         if self._cable_gbits is None:
             return
+        for index in range(2):  # where a node was lost, the other may still have its end
+            self.start(index, ["ip", "link", "delete", "cable"], stderr=subprocess.DEVNULL).wait(_ANSWER_S)
         ends = [str(self.pid(index)) for index in range(2)]
         pair = f"ip link add cable netns {ends[0]} type veth peer name cable netns {ends[1]}".split()
         self._have_run(subprocess.Popen(pair, stderr=subprocess.PIPE, text=True))
