@@ -36,6 +36,7 @@ ENGINE: dict[str, Any] = {
     "max_num_seqs": NUM_STREAMS,
     "max_num_batched_tokens": 1024,
     "max_model_len": 2048,
+    "num_kv_blocks": 6000,  # for all streams, and not all memory
 }
 ON_NODES = {"placement": "strict_spread", "max_engine_restarts": 3, "restart_wait_s": 100.0, "close_timeout_s": 4.0}
 
