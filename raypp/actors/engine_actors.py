@@ -70,9 +70,7 @@ def connect_and_plan(config: EngineConfig, deadline: Deadline) -> tuple[EnginePl
         ConfigError, ModelLoadError, ResourceError: it cannot run; if possible, said before Ray is started.
     """
     here = Hardware.of_this_machine()
-    if os.environ.get("RAY_ADDRESS"):
-        here = replace(here, machines=())  # which of a cluster's GPUs stages get is not known
-    if not may_be_elsewhere(config, here):
+    if not may_be_elsewhere(config):
         _warn_of_unusable_gpus(config, here)
         plan = plan_engine(config, here)
         require_tried(plan)
@@ -165,7 +163,7 @@ class EngineHandle(SupervisedEngine[EngineLife]):
     def _plan_anew(self, deadline: Deadline) -> EnginePlan | None:
         """Return the plan for the GPUs of other machines that there are now; None if the one that there is holds."""
         config, here = self._plan.asked, Hardware.of_this_machine()
-        if not may_be_elsewhere(config, here):
+        if not may_be_elsewhere(config):
             return None
         hardware = hardware_of_stages(here, deadline)
         if hardware == self._hardware or not hardware.num_gpus:
@@ -184,10 +182,10 @@ def _ended_on_error(life: EngineLife) -> Iterator[None]:
         raise
 
 
-def may_be_elsewhere(config: EngineConfig, here: Hardware) -> bool:
-    """Return whether stages may want GPUs that this machine lacks and a running cluster could have."""
+def may_be_elsewhere(config: EngineConfig) -> bool:
+    """Return whether stages may get GPUs of other machines than this one: those of a running cluster."""
     has_cluster = ray.is_initialized() or bool(os.environ.get("RAY_ADDRESS"))
-    return has_cluster and config.parallel.device != "cpu" and not here.num_gpus
+    return has_cluster and config.parallel.device != "cpu"
 
 
 def hardware_of_stages(here: Hardware, deadline: Deadline) -> Hardware:
@@ -198,18 +196,24 @@ def hardware_of_stages(here: Hardware, deadline: Deadline) -> Hardware:
     """
     own_id = ray.get_runtime_context().get_node_id()
     with_gpus = [node.node_id for node in alive_nodes() if node.resources.get("GPU")]
+    own = [here] if here.num_gpus and own_id in with_gpus else []
     with_gpus.sort(key=lambda node_id: node_id != own_id)  # stable
     # The tasks reserve nothing, so that GPUs that are busy are read, too.
     asked = [
-        ray.remote(Hardware.of_this_machine)
+        ray.remote(_hardware_there)
         .options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
         .remote()
-        for node_id in with_gpus
+        for node_id in with_gpus[len(own) :]
     ]
     with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
-        nodes: list[Hardware] = ray.get(asked, timeout=deadline.remaining_s)
+        nodes: list[Hardware] = own + ray.get(asked, timeout=deadline.remaining_s)
     usable = smallest_of([_on_node(node, id_) for node, id_ in zip(nodes, with_gpus, strict=True) if node.num_gpus])
     return usable or replace(here, num_unusable_gpus=max(node.num_unusable_gpus for node in [here, *nodes]))
+
+
+def _hardware_there() -> Hardware:
+    """A function, as Ray wants it."""
+    return Hardware.of_this_machine()
 
 
 def _on_node(hardware: Hardware, node_id: str) -> Hardware:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,14 @@ from leftovers import wait_until_gone
 from ray.cluster_utils import Cluster as RayCluster
 
 from raypp import LLM, EngineDeadError, ResourceError, SamplingParams, StageDiedError
-from raypp.actors.engine_actors import launch_engine
+from raypp.actors import engine_actors
+from raypp.actors.cluster import Cluster
+from raypp.actors.deadline import Deadline
+from raypp.actors.engine_actors import hardware_of_stages, launch_engine
+from raypp.actors.placement import alive_nodes
 from raypp.config.engine_config import EngineConfig
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Gpu, Hardware, Machine
 from raypp.testing import FakeStage
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("no_ray")]
@@ -60,10 +67,36 @@ def test_engines_share_the_ray_that_the_first_one_started(monkeypatch):
     assert not ray.is_initialized(), "the last user ends it"
 
 
+DRIVER_LIBRARY = """
+from pathlib import Path
+from types import SimpleNamespace
+NVMLError, NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = RuntimeError, 2, 0
+SIZES_GB = list(map(int, Path(__file__).with_name("sizes").read_text().split()))
+nvmlInit = nvmlShutdown = lambda: None
+nvmlDeviceGetCount = lambda: len(SIZES_GB)
+nvmlDeviceGetHandleByIndex = lambda index: index
+nvmlDeviceGetMemoryInfo = lambda index: SimpleNamespace(total=SIZES_GB[index] * 10**9)
+nvmlDeviceGetName = lambda index: f"card of {SIZES_GB[index]}"
+nvmlDeviceGetCudaComputeCapability = lambda index: (9, 0)
+nvmlDeviceGetP2PStatus = lambda *pair_and_link: 0
+"""
+"""pynvml of a node whose GPUs have the sizes that a file beside it says."""
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
+def gpus_there(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the file with the sizes of the second node's GPUs, in GB; there are none."""
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "pynvml.py").write_text(DRIVER_LIBRARY)
+    (folder / "sizes").write_text("")
+    return folder / "sizes"
+
+
+@pytest.fixture(scope="module")
+def cluster(gpus_there: Path) -> Iterator[RayCluster]:
     cluster = RayCluster(initialize_head=True, head_node_args={**NODE, **HEAD})
-    cluster.add_node(**NODE)
+    paths = f"{gpus_there.parent}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    cluster.add_node(**NODE, num_gpus=1, env_vars={"PYTHONPATH": paths})
     yield cluster
     if ray.is_initialized():
         ray.shutdown()
@@ -93,6 +126,31 @@ def test_a_cluster_that_was_there_is_used_and_left_alone(at_address):
         assert _tokens(llm) == on_one_node
         pids = llm.processes()
     assert not wait_until_gone([pids["driver"], *pids["stages"]], 0.0), "ended, on both nodes"
+
+
+def test_gpus_of_other_machines_count_as_what_they_are(at_address, gpus_there, monkeypatch):
+    """Also where the engine starts on a machine with GPUs of its own."""
+    large = Hardware(
+        2, num_gpus=1, gpu_memory_bytes=48 * 10**9, gpu_name="large", machines=(Machine((Gpu(48 * 10**9),)),)
+    )
+    gpus_there.write_text("16")
+    here = Cluster.connect()
+    try:
+        nodes = alive_nodes()
+        own_id = ray.get_runtime_context().get_node_id()
+        [other_id] = {node.node_id for node in nodes} - {own_id}
+        [there] = hardware_of_stages(large, Deadline(WAIT_S)).machines  # Ray may not use the GPU here
+        assert (there.node_id, [gpu.memory_bytes for gpu in there.gpus]) == (other_id, [16 * 10**9])
+        with_gpu = [replace(node, resources={**node.resources, "GPU": 1.0}) for node in nodes]
+        monkeypatch.setattr(engine_actors, "alive_nodes", lambda: with_gpu)
+        both = hardware_of_stages(large, Deadline(WAIT_S))
+        plan = plan_engine(EngineConfig.from_flat("tiny", num_stages=2, device="cuda", load_format="dummy"), both)
+    finally:
+        here.disconnect()
+        gpus_there.write_text("")
+    assert both.gpu_memory_bytes == 16 * 10**9
+    assert [gpus.node_id for gpus in plan.gpus] == [own_id, other_id]
+    assert [gpus.weakest.memory_bytes for gpus in plan.gpus] == [48 * 10**9, 16 * 10**9]
 
 
 def _environment(pid: int) -> dict[str, str]:
