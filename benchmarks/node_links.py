@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import statistics
@@ -34,13 +33,13 @@ from report import print_report
 from workload import exactly, model_settings, random_prompts, seconds_for
 
 from raypp import LLM
+from raypp.models.config import load_model_config
 from raypp.testing.fake_stage import FakeModel
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from node_bed import BedError, NodeBed
 
 HIDDEN_SIZE = 2048  # in float32: as many bytes as 4,096 in bfloat16
-TOKEN_BYTES = HIDDEN_SIZE * 4
 STEP_MS, TOKEN_US = 5.0, 20.0
 NUM_TOKENS, BATCHES = 64, (1, 16)
 NUM_STAGES = 2
@@ -61,17 +60,30 @@ class Traffic:
     Args:
         input_len: Tokens of the prompts of requests that decode.
         prompt_tokens: Of the long prompt.
-        chunk_tokens: Of a step.
+        chunk_tokens: The most tokens of a step.
+        ends: Tokens of the long prompt's first chunk, and of its last one.
         runs: Of which the best counts.
+        token_bytes: Of a token's hidden states.
     """
 
     input_len: int
     prompt_tokens: int
     chunk_tokens: int
+    ends: tuple[int, int]
     runs: int
+    token_bytes: int
+
+    @classmethod
+    def of(cls, model: str | None) -> Traffic:
+        """Return that of a model of benchmarks/models; None: of timed stages."""
+        if model is None:
+            return OF_TIMED_STAGES
+        config = load_model_config(Path(model_settings(model)["model"]))
+        # `raypp.scheduler.step_budget` cuts 32,000 tokens on two stages into 24 chunks: 4,096, 3,584, ... 256.
+        return cls(64, 32_000, 8192, (4096, 256), 3, 2 * config.hidden_size)
 
 
-OF_TIMED_STAGES, OF_A_MODEL = Traffic(4, 3584, 512, 5), Traffic(64, 32_000, 8192, 3)
+OF_TIMED_STAGES = Traffic(4, 3584, 512, (512, 512), 5, HIDDEN_SIZE * 4)
 
 
 @dataclass(frozen=True)
@@ -126,16 +138,15 @@ def predicted_ms(
     """
 
     def wire_ms(tokens: float) -> float:
-        return tokens * TOKEN_BYTES * 8 / gbits / 1e6 if gbits else 0.0
+        return tokens * traffic.token_bytes * 8 / gbits / 1e6 if gbits else 0.0
 
     predicted = {}
     for count in batches:
         rows = max(count // NUM_STAGES, 1)  # of a cohort
         predicted[_token(count)] = alone[_token(count)] + 2 * delay_ms + wire_ms(rows)
-    name, num_tokens, chunk_tokens = _prompt(traffic), traffic.prompt_tokens, traffic.chunk_tokens
-    stage_ms = alone[name] / (math.ceil(num_tokens / chunk_tokens) + NUM_STAGES - 1)
-    link_is_slower_ms = NUM_STAGES * stage_ms + wire_ms(num_tokens)
-    predicted[name] = 2 * delay_ms + max(alone[name] + wire_ms(chunk_tokens), link_is_slower_ms)
+    name, num_tokens, (first, last) = _prompt(traffic), traffic.prompt_tokens, traffic.ends
+    ends_ms = alone[name] * (first + last) / (num_tokens + last)  # the first chunk on one stage, the last on the other
+    predicted[name] = 2 * delay_ms + max(alone[name] + wire_ms(last), ends_ms + wire_ms(num_tokens))
     return predicted
 
 
@@ -168,7 +179,7 @@ def measure(llm: LLM, batches: Sequence[int], traffic: Traffic) -> dict[str, flo
 
 
 def _on_the_node(num_members: int, batches: Sequence[int], model: str | None) -> None:
-    traffic = OF_TIMED_STAGES if model is None else OF_A_MODEL
+    traffic = Traffic.of(model)
     what = {"model": "tiny", "stage_factory": TimedStage(HIDDEN_SIZE, STEP_MS, TOKEN_US)}
     what |= {"min_prefill_chunk_tokens": traffic.chunk_tokens}
     if model is not None:
@@ -198,16 +209,16 @@ def measure_links(
         links: Gb/s and ms, the first one 0, 0.
         num_members: Of each stage.
         batches: Numbers of requests.
-        model: On GPUs, one for each member; None: timed stages.
+        model: Of benchmarks/models, with a GPU on each node; None: timed stages.
 
     Raises:
         BedError: this machine can hold no nodes, or the engine did not start.
     """
     found: dict[str, dict[str, dict[str, float]]] = {}
     what = f"stages of {STEP_MS:g} ms + {TOKEN_US:g} us per token" if model is None else model
-    print(f"{TOKEN_BYTES:,} bytes per token and edge; {what}")
-    gpus = {} if model is None else {node: {"CUDA_VISIBLE_DEVICES": _gpus_of(node, num_members)} for node in range(2)}
-    traffic = OF_TIMED_STAGES if model is None else OF_A_MODEL
+    traffic = Traffic.of(model)
+    print(f"{traffic.token_bytes:,} bytes per token and edge; {what}")
+    gpus = {} if model is None else {node: {"CUDA_VISIBLE_DEVICES": gpu} for node, gpu in enumerate(_visible_gpus())}
     with NodeBed(NUM_STAGES, environments=gpus, has_cable=model is not None) as bed:
         command = [sys.executable, __file__, "--on-the-node", "--members", str(num_members)]
         command += ["--requests", *map(str, batches), *(["--model", model] if model else [])]
@@ -236,10 +247,9 @@ def measure_links(
     return found
 
 
-def _gpus_of(node: int, num_members: int) -> str:
-    """Return which of this machine's GPUs a node has, as CUDA_VISIBLE_DEVICES says it."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(NUM_STAGES * num_members)))).split(",")
-    return ",".join(visible[node * num_members : (node + 1) * num_members])
+def _visible_gpus() -> list[str]:
+    """Return a GPU for each node, as CUDA_VISIBLE_DEVICES names it."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:NUM_STAGES]
 
 
 def main() -> None:
@@ -257,6 +267,10 @@ def main() -> None:
     pairs = [tuple(map(float, link.split(":"))) for link in args.links]
     if args.model and (delayed := [link for link, (_, delay_ms) in zip(args.links, pairs, strict=True) if delay_ms]):
         parser.error(f"--links {' '.join(delayed)}: a cable has no delay; with --model, GBITS:0 is allowed")
+    if args.model and args.members > 1:
+        parser.error(f"--members {args.members} --model: members would take the cable, too; 1 is allowed")
+    if any(pairs[0]):
+        parser.error(f"--links {args.links[0]} ...: the others are compared with the first one; 0:0 is allowed")
     links = [(gbits, delay_ms) for gbits, delay_ms in pairs]
     figures = measure_links(links, args.members, args.requests, args.model)
     print_report("node_links", vars(args), figures)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 from device_speed import DeviceSpeed
 
 from raypp.api.timeline import Forward
-from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig
+from raypp.models.attention_config import AttentionConfig, GatedDeltaConfig, LayerMixer
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import kv_bytes_per_token, layer_sizes, lm_head_bytes
+from raypp.models.sizes import kv_bytes_read, layer_sizes, lm_head_bytes
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -45,6 +46,7 @@ class StageLimit:
     is_last: bool
     dtype_bytes: int
     speed: DeviceSpeed
+    kv_dtype_bytes: int = 0  # 0: as many as the model's
 
     def seconds(self, work: Work) -> float:
         """Return the least time for a forward."""
@@ -52,7 +54,8 @@ class StageLimit:
         sizes = layer_sizes(self.model, self.dtype_bytes)[own]
         layer_bytes = sum(size.reads.of(work.num_tokens) for size in sizes)
         head_bytes = lm_head_bytes(self.model, self.dtype_bytes) * self.is_last
-        kv_bytes = sum(kv_bytes_per_token(self.model, self.dtype_bytes)[own]) * work.num_kv_tokens
+        of_tokens = kv_bytes_read(self.model, self.kv_dtype_bytes or self.dtype_bytes)[own]
+        kv_bytes = sum(map(self._kv_bytes, of_tokens, self.model.attention[own], repeat(work)))
         state_bytes = sum(
             layer.cache.checkpoint_bytes(_DTYPE_BYTES[layer.cache.state_dtype])
             for layer in self.model.attention[own]
@@ -64,6 +67,14 @@ class StageLimit:
         flops += sum(4 * layer.num_heads * layer.head_dim for layer in attending) * work.num_attended
         read_s = (layer_bytes + head_bytes + kv_bytes + state_bytes * work.num_rows) / self.speed.read_bytes_per_s
         return max(read_s, flops / self.speed.flops_per_s)
+
+    @staticmethod
+    def _kv_bytes(of_token: int, layer: LayerMixer, work: Work) -> int:
+        """Return what a layer reads of the KV cache; decode rows no more of it than the layer's window."""
+        window = None if layer.attention is None else layer.attention.window
+        if window is None or not work.num_rows:
+            return of_token * work.num_kv_tokens
+        return of_token * min(work.num_kv_tokens, window * work.num_rows)
 
 
 def forward_work(forward: Forward) -> Work:

@@ -259,6 +259,8 @@ class NodeBed:
     ) -> None:
         if (why_not := obstacle()) is not None:
             raise BedError(why_not)
+        if has_cable and shutil.which("tc") is None:
+            raise BedError("tc not found; a cable has its rate from it; install iproute2")
         self.wire = Wire(gbits, delay_ms)
         self._token = secrets.token_hex(32)
         self._environments = environments or {}
@@ -313,7 +315,7 @@ class NodeBed:
         return program
 
     def _lay_cable(self) -> None:
-        if self._cable_gbits is None:
+        if self._cable_gbits is None or not {0, 1} <= self._nodes.keys():
             return
         for index in range(2):  # where a node was lost, the other may still have its end
             self.start(index, ["ip", "link", "delete", "cable"], stderr=subprocess.DEVNULL).wait(_ANSWER_S)
@@ -333,13 +335,16 @@ class NodeBed:
         """
         limit = f"tbf rate {round(gbits * 1e6)}kbit burst 70kb latency 200ms" if gbits else "pfifo limit 1000"
         self._cable_gbits = gbits
-        for index in range(2):
+        for index in range(2) if {0, 1} <= self._nodes.keys() else ():
             command = f"tc qdisc replace dev cable root {limit}".split()
             self._have_run(self.start(index, command, stderr=subprocess.PIPE, text=True))
 
     @staticmethod
     def _have_run(program: subprocess.Popen[str]) -> None:
-        _, said = program.communicate(timeout=_ANSWER_S)
+        try:
+            _, said = program.communicate(timeout=_ANSWER_S)
+        except subprocess.TimeoutExpired as error:
+            raise BedError(f"no cable within {_ANSWER_S:g} s") from error
         if program.returncode:
             raise BedError(f"no cable: {' '.join(map(str, program.args))}: {said.strip()}")
 

@@ -184,8 +184,7 @@ def _ended_on_error(life: EngineLife) -> Iterator[None]:
 
 def may_be_elsewhere(config: EngineConfig) -> bool:
     """Return whether stages may get GPUs of other machines than this one: those of a running cluster."""
-    has_cluster = ray.is_initialized() or bool(os.environ.get("RAY_ADDRESS"))
-    return has_cluster and config.parallel.device != "cpu"
+    return config.parallel.device != "cpu" and (ray.is_initialized() or bool(os.environ.get("RAY_ADDRESS")))
 
 
 def hardware_of_stages(here: Hardware, deadline: Deadline) -> Hardware:

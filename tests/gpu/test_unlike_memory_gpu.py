@@ -1,6 +1,6 @@
 """A model that one of two GPUs of unlike memory could not hold has the texts that it has on one large GPU.
 
-Memory is limited twice: raypp reads less from NVML, so that it plans for less, and another program holds the rest.
+Memory is limited twice: raypp reads less from NVML, so that it plans for less, and this process holds the rest.
 """
 
 from __future__ import annotations

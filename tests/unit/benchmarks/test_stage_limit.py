@@ -1,5 +1,7 @@
 """The physical limit of a forward, and which forwards it is asked of."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from device_speed import DeviceSpeed, measure_device_speed
@@ -41,6 +43,16 @@ def test_arithmetic_bounds_a_prompt(shapes):
         + 4 * shapes.attention[0].num_heads * shapes.attention[0].head_dim * 55
     )
     assert StageLimit(shapes, 0, 1, False, 2, speed).seconds(work) == pytest.approx(flops / 1e9)
+
+
+def test_decode_rows_read_no_more_than_a_window_and_kv_may_have_fewer_bits(shapes):
+    speed = DeviceSpeed(read_bytes_per_s=1e9, flops_per_s=1e15)
+    near = replace(shapes, attention=tuple(replace(layer, window=100) for layer in shapes.attention))
+    weights = layer_sizes(shapes, 2)[0].weight_bytes
+    for model, kv_bytes, num_read in ((shapes, 2, 402), (near, 2, 200), (near, 1, 200), (near, 0, 200)):
+        found = StageLimit(model, 0, 1, False, 2, speed, kv_bytes).seconds(Work(2, 402, 402, 2, 2))
+        read = num_read * kv_bytes_per_token(shapes, kv_bytes or 2)[0]
+        assert found == pytest.approx((weights + read) / 1e9)
 
 
 def test_a_prompt_attends_to_all_before_it_in_whatever_chunks():
