@@ -255,7 +255,7 @@ def _visible_gpus() -> list[str]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--links", nargs="+", default=["0:0", "10:0.5", "1:2"], metavar="GBITS:MS")
+    parser.add_argument("--links", nargs="+", metavar="GBITS:MS", help="the first one 0:0")
     parser.add_argument("--members", type=int, default=1, metavar="N", help="of each stage")
     parser.add_argument("--requests", type=int, nargs="+", default=BATCHES, metavar="N", help="at once")
     parser.add_argument("--model", help="a folder of benchmarks/models: on GPUs")
@@ -264,6 +264,7 @@ def main() -> None:
     if args.on_the_node:
         _on_the_node(args.members, args.requests, args.model)
         return
+    args.links = args.links or (["0:0", "25:0", "10:0", "1:0"] if args.model else ["0:0", "10:0.5", "1:2"])
     pairs = [tuple(map(float, link.split(":"))) for link in args.links]
     if args.model and (delayed := [link for link, (_, delay_ms) in zip(args.links, pairs, strict=True) if delay_ms]):
         parser.error(f"--links {' '.join(delayed)}: a cable has no delay; with --model, GBITS:0 is allowed")
