@@ -73,9 +73,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not has_gpu:
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    _check_named_variants(items)
     if os.environ.get("TEST_SIZES") != "all" and not has_gpu:
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        items[:] = [item for item in items if not _is_for_soak(item)]
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+
+
+def _check_named_variants(items: list[pytest.Item]) -> None:
+    """Refuse names in `in_ci` that none of a function's variants has, if all are here."""
+    if not items or any("::" in argument for argument in items[0].config.args):
+        return
+    variants = dict[tuple[str, ...], set[str]]()
+    for item in items:
+        if (named := item.get_closest_marker("in_ci")) is not None:
+            variants.setdefault((item.nodeid.split("[")[0], *named.args), set()).add(item.callspec.id)
+    for (function, *named), found in variants.items():
+        if unknown := set(named) - found:
+            raise pytest.UsageError(f"{function}: in_ci names {sorted(unknown)}; its variants are {sorted(found)}")
+
+
+def _is_for_soak(item: pytest.Item) -> bool:
+    """Return whether a test is marked as full, or is a variant that its function's `in_ci` does not name."""
+    named = item.get_closest_marker("in_ci")
+    return item.get_closest_marker("full") is not None or (named is not None and item.callspec.id not in named.args)
 
 
 def _has_gpu() -> bool:

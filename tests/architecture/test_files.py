@@ -90,7 +90,7 @@ def test_source_is_ascii() -> None:
 
 def test_soak_runs_what_ci_leaves_out():
     full_sizes = (ROOT / "tests/soak/test_full_sizes.py").read_text()
-    marked = re.compile(r"^@pytest\.mark\.full$|pytest\.mark\.full\b|^from sizes import", re.MULTILINE)
+    marked = re.compile(r"^@pytest\.mark\.full$|pytest\.mark\.(?:full|in_ci)\b|^from sizes import", re.MULTILINE)
     names = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py") if marked.search(path.read_text())}
     assert names
     assert {name for name in names if f'"{name}"' not in full_sizes} == set()

@@ -30,6 +30,7 @@ def app() -> Iterator[RunningApp]:
 IN_CI = ("langchain", "lm_eval", "anthropic", "claude_code", "ai_sdk", "codex")
 
 
+@pytest.mark.in_ci("anthropic", "codex", "claude_code", "lm_eval")
 @pytest.mark.parametrize(
     "client", [client if client in IN_CI else pytest.param(client, marks=pytest.mark.full) for client in CLIENTS]
 )

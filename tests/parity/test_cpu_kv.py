@@ -108,6 +108,7 @@ def expected(checkpoint):
     }
 
 
+@pytest.mark.in_ci("in 8 bits, n-grams and a head")
 @pytest.mark.parametrize("way", [way if way in IN_CI else pytest.param(way, marks=pytest.mark.full) for way in WAYS])
 def test_text_does_not_depend_on_it(checkpoint, expected, way, tmp_path):
     settings = dict(WAYS[way])

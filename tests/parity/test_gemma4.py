@@ -86,6 +86,7 @@ def test_the_text_part_of_a_checkpoint_with_a_tower(name, tmp_path, caplog):
     comparison.assert_rare()
 
 
+@pytest.mark.in_ci("fp8 blocks-1", "compressed int4-1", "modelopt nvfp4-3")
 @pytest.mark.parametrize("num_stages", [1, 3])
 @pytest.mark.parametrize("form", ["fp8 blocks", "compressed int4", "modelopt nvfp4"])
 def test_greedy_tokens_of_few_bits(form, num_stages, tmp_path, monkeypatch):
@@ -102,6 +103,7 @@ def test_greedy_tokens_of_few_bits(form, num_stages, tmp_path, monkeypatch):
     compare_texts(source, tmp_path / "small", tmp_path / "plain", linear, num_stages=num_stages)
 
 
+@pytest.mark.in_ci("compressed int4-1", "compressed fp8 channel-2", "modelopt nvfp4-2")
 @pytest.mark.parametrize("num_members", [1, 2])
 @pytest.mark.parametrize("form", ["compressed int4", "compressed fp8 channel", "modelopt nvfp4"])
 def test_greedy_tokens_of_experts_of_few_bits(form, num_members, tmp_path, monkeypatch):

@@ -58,6 +58,7 @@ def _full(*values):
     return pytest.param(*values, marks=pytest.mark.full)
 
 
+@pytest.mark.in_ci("qwen3-2-2", "qwen3_5_moe-2-2", "gemma4_moe-2-2", "deepseek_v3-2-2")
 @pytest.mark.parametrize(("count", "num_stages"), [(2, 2), *map(_full, (2, 3, 4, 4, 3), (1, 2, 1, 3, 1))])
 @pytest.mark.parametrize(
     "family",
@@ -101,6 +102,7 @@ WHOLE = [*product(("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe"), [(3, 2)])
 MORE_WHOLE = [each for each in product([*UNEVEN, *EVEN], [(3, 2), (2, 1), (2, 2), (4, 1), (4, 2)]) if each not in WHOLE]
 
 
+@pytest.mark.in_ci("gpt_oss-size1", "deepseek_v3-size2")
 @pytest.mark.parametrize(("family", "size"), [*WHOLE, *(_full(*each) for each in MORE_WHOLE)])
 def test_tokens_of_whole_experts_equal_transformers(family, size, tmp_path):
     """Members have whole experts by themselves where parts would not divide, and where they are asked to."""
@@ -144,6 +146,7 @@ def _with_head(kind: str, count: int, path: Path) -> tuple[Path, dict, Reference
     return target, {"method": method, "model": str(head)}, ReferenceHead(head, target)
 
 
+@pytest.mark.in_ci("mtp_latents-2-2", "eagle3_own_vocabulary-2-2")
 @pytest.mark.parametrize(("kind", "count", "num_stages"), [*HEADS, *(_full(*each) for each in MORE_HEADS)])
 def test_drafts_of_heads_are_those_of_the_reference(kind, count, num_stages, tmp_path, monkeypatch):
     """All members propose the same; the text is that without a head."""
@@ -226,6 +229,7 @@ class _Counted:
         monkeypatch.setattr(LocalSender, "send", sent)
 
 
+@pytest.mark.in_ci("full_and_piecewise-2")
 @pytest.mark.parametrize(
     ("mode", "count"),
     [("none", 4), ("full_and_piecewise", 2), _full("none", 2), _full("full_and_piecewise", 4)],

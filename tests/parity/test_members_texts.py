@@ -207,6 +207,7 @@ def _truncated() -> list[Asked]:
     ]
 
 
+@pytest.mark.in_ci("2-1")
 @pytest.mark.parametrize(("count", "num_stages"), [(2, 1), (4, 2), _full(2, 2), _full(4, 1), _full(3, 1)])
 def test_truncated_draws_are_those_of_one_member(count, num_stages, undisturbed_of):
     path, _ = undisturbed_of(IN_CI)

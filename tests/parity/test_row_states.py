@@ -63,6 +63,7 @@ def _prompts(rng: random.Random, vocab_size: int) -> list[list[int]]:
     return [*prompts, [rng.randrange(vocab_size) for _ in range(7)] * 8]
 
 
+@pytest.mark.in_ci("qwen3_5_moe-ngram")
 @pytest.mark.parametrize(
     ("family", "drafts"),
     [

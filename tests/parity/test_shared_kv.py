@@ -95,6 +95,7 @@ def test_blocks_come_back_from_cpu_memory(path: Path) -> None:
     compare(path, [RUNS[1] | RUNS[2] | {"num_stages": 2, "cpu_kv_bytes": 1 << 20}])
 
 
+@pytest.mark.in_ci("fp8")
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_recorded_and_called_steps_yield_the_same(path: Path, kv_cache_dtype: str) -> None:
     params, texts = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), []
@@ -148,6 +149,7 @@ def test_gemma_3n_is_refused(tmp_path: Path) -> None:
         load_model_config(tmp_path)
 
 
+@pytest.mark.in_ci("gemma-4-e2b-35-13-4.6")
 @pytest.mark.parametrize(
     ("name", "num_layers", "last_begin", "num_billions"), [("gemma-4-e2b", 35, 13, 4.6), ("gemma-4-e4b", 42, 22, 7.5)]
 )

@@ -88,6 +88,7 @@ def _prompts(rng: random.Random, vocab_size: int) -> list[list[int]]:
     return prompts + [shared + [rng.randrange(vocab_size) for _ in range(rng.randint(1, 9))] for _ in range(3)]
 
 
+@pytest.mark.in_ci("mixed-ngram", "gpt_oss-", "gemma4_moe-ngram")
 @pytest.mark.parametrize(
     ("kind", "drafts"),
     [

@@ -305,6 +305,7 @@ def scarce_limits(seed: int, window: int | None = None, **more: int) -> Schedule
     )
 
 
+@pytest.mark.in_ci("5")
 @pytest.mark.parametrize("window", [None, 5])
 def test_the_random_drives_meet_what_they_are_for(window: int | None):
     met: Counter[str] = Counter()

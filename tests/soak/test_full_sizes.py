@@ -16,6 +16,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 900
 FULL: dict[str, dict[str, str]] = {
+    "tests/unit/models/test_state_models.py": {"TEST_SIZES": "all"},
+    "tests/unit/api/test_client_memory.py": {"TEST_SIZES": "all"},
+    "tests/parity/test_shared_kv.py": {"TEST_SIZES": "all"},
+    "tests/parity/test_gemma4.py": {"TEST_SIZES": "all"},
     "tests/clients/test_recorded_clients.py": {"TEST_SIZES": "all"},
     "tests/parity/test_speculation.py": {"TEST_SIZES": "all"},
     "tests/parity/test_members_texts.py": {"TEST_SIZES": "all"},

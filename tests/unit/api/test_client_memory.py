@@ -27,6 +27,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(str(resolve_model_path("tiny")), max_tokens=1 << 20)
 
 
+@pytest.mark.in_ci("False-stop0", "True-stop1")
 @pytest.mark.parametrize("stop", [(), ("never said",)])
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_token_takes_at_most_100_bytes(tokenizer: Tokenizer, streams: bool, stop: tuple[str, ...]) -> None:

@@ -45,6 +45,7 @@ def _outputs(make_graphs: Any = None, **settings: Any) -> tuple[list[list[int]],
     return [request.output_token_ids for request in requests], errors
 
 
+@pytest.mark.in_ci("plain-0-nan", "drafts-2-inf", "preemption-2-inf", "recorded-0-nan")
 @pytest.mark.parametrize(
     ("failing", "bad"), sized([(0, torch.nan), (2, torch.inf)], list(product((0, 1, 2), (torch.nan, torch.inf))))
 )

@@ -194,6 +194,7 @@ def test_a_part_of_a_head_stays_a_part_with_other_scaling(tmp_path: Path, family
     assert other.rotation[1].rope_type == "yarn"
 
 
+@pytest.mark.in_ci("qwen3_next", "qwen3_5_moe")
 @pytest.mark.parametrize("family", STATE_FAMILIES)
 def test_layers_of_each_kind_are_compiled(tmp_path: Path, family: str) -> None:
     config = load_model_config(make_checkpoint(family, 0, tmp_path, min_layers=4))

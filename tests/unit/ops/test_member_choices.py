@@ -117,6 +117,7 @@ def _choices(kind: str, num_rows: int = NUM_ROWS) -> Callable[[VocabularyPart | 
     return lambda part: KernelTokenChoice(num_rows, device, Workspace(checks.DEVICE), part)
 
 
+@pytest.mark.in_ci("torch-2-200", "torch-3-1000", "torch-4-399", "kernels-2-200")
 @pytest.mark.parametrize(
     ("kind", "count", "vocab_size"),
     [
@@ -252,6 +253,7 @@ def _own(logits: torch.Tensor, part: VocabularyPart) -> torch.Tensor:
 KINDS = [("torch", 2, 307), ("torch", 4, 9001), ("kernels", 2, 307), ("kernels", 2, 9001)]
 
 
+@pytest.mark.in_ci("torch-4-9001", "kernels-2-9001")
 @pytest.mark.parametrize(("kind", "count", "vocab_size"), [*KINDS, pytest.param("kernels", 4, 307, marks=FULL)])
 def test_truncated_draws_are_those_of_one_member(kind, count, vocab_size):
     """And the kernels draw as torch does. What is exchanged depends on the number of rows alone."""
