@@ -86,7 +86,7 @@ def _check_named_variants(items: list[pytest.Item]) -> None:
     variants = dict[tuple[str, ...], set[str]]()
     for item in items:
         if (named := item.get_closest_marker("in_ci")) is not None:
-            variants.setdefault((item.nodeid.split("[")[0], *named.args), set()).add(item.callspec.id)
+            variants.setdefault((item.nodeid.split("[")[0], *named.args), set()).add(_variant(item))
     for (function, *named), found in variants.items():
         if unknown := set(named) - found:
             raise pytest.UsageError(f"{function}: in_ci names {sorted(unknown)}; its variants are {sorted(found)}")
@@ -95,7 +95,12 @@ def _check_named_variants(items: list[pytest.Item]) -> None:
 def _is_for_soak(item: pytest.Item) -> bool:
     """Return whether a test is marked as full, or is a variant that its function's `in_ci` does not name."""
     named = item.get_closest_marker("in_ci")
-    return item.get_closest_marker("full") is not None or (named is not None and item.callspec.id not in named.args)
+    return item.get_closest_marker("full") is not None or (named is not None and _variant(item) not in named.args)
+
+
+def _variant(item: pytest.Item) -> str:
+    """Return the name of a variant; of a test without parameters none, which `in_ci` does not name."""
+    return item.callspec.id if hasattr(item, "callspec") else ""
 
 
 def _has_gpu() -> bool:

@@ -91,7 +91,6 @@ def test_the_page_names_the_types_that_are_tried() -> None:
     assert set(STATES) <= set(IN_SOAK)
 
 
-@pytest.mark.in_ci("deepseek_v3", "lfm2", "phi3", "cohere2", "granite")
 @pytest.mark.parametrize(("model_type", "values"), TYPES)
 def test_greedy_tokens_equal_transformers(model_type: str, values: dict[str, object], tmp_path: Path) -> None:
     compare(make_shrunken(model_type, tmp_path, **values), sized(RUNS[1:], RUNS))

@@ -47,7 +47,7 @@ def _cells() -> list[Any]:
     return [pytest.param(*each, marks=[] if each[0] in QUICK and not each[1] else pytest.mark.full) for each in cells]
 
 
-@pytest.mark.in_ci("gpt_oss-0", "lfm2-0", "phi3-0")
+@pytest.mark.in_ci("gpt_oss-0", "lfm2-0", "phi3-0", "deepseek_v3-0")
 @pytest.mark.parametrize(("model_type", "cell"), _cells())
 def test_greedy_tokens_equal_transformers(model_type: str, cell: int, tmp_path: Path) -> None:
     values = IN_CI.get(model_type) or STATES.get(model_type) or {}

@@ -58,7 +58,7 @@ def _full(*values):
     return pytest.param(*values, marks=pytest.mark.full)
 
 
-@pytest.mark.in_ci("qwen3-2-2", "qwen3_5_moe-2-2", "gemma4_moe-2-2", "deepseek_v3-2-2")
+@pytest.mark.in_ci("qwen3-2-2", "qwen3_5_moe-2-2", "minimax_m2-2-2", "gemma4_moe-2-2", "deepseek_v3-2-2")
 @pytest.mark.parametrize(("count", "num_stages"), [(2, 2), *map(_full, (2, 3, 4, 4, 3), (1, 2, 1, 3, 1))])
 @pytest.mark.parametrize(
     "family",

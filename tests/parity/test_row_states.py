@@ -29,7 +29,7 @@ from raypp.types import SamplingParams
 
 SEEDS = sized(range(2), range(24))
 NUM_NEW_TOKENS = sized(32, 48)
-IN_CI = (("qwen3_5", ""), ("qwen3_5_moe", "ngram"))
+IN_CI = (("qwen3_5_moe", "ngram"),)
 RATES = (0.0, 0.3, 0.7, 1.0)
 """Of drafts that are right."""
 GROUPS = sized(1, 40)
@@ -63,7 +63,6 @@ def _prompts(rng: random.Random, vocab_size: int) -> list[list[int]]:
     return [*prompts, [rng.randrange(vocab_size) for _ in range(7)] * 8]
 
 
-@pytest.mark.in_ci("qwen3_5_moe-ngram")
 @pytest.mark.parametrize(
     ("family", "drafts"),
     [

@@ -137,7 +137,7 @@ def _run(engine: LocalEngine, cases: list[Case]) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
-@pytest.mark.in_ci("2")
+@pytest.mark.in_ci("1")
 @pytest.mark.parametrize("count", [1, 2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4))])
 def test_every_parameter_does_what_transformers_processors_do(count, tmp_path_factory):
     """On a model of each family, each with other settings: what is sampled depends on logits alone."""

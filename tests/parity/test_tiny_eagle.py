@@ -117,7 +117,6 @@ def test_a_wrong_state_lowers_acceptance(prompts, without, monkeypatch) -> None:
         assert stats.acceptance_length < 0.93 * right
 
 
-@pytest.mark.in_ci("3")
 @pytest.mark.parametrize("num_drafts", [3, None])
 def test_n_grams_go_first_where_they_match(prompts, without, num_drafts) -> None:
     text, stats = run(

@@ -75,7 +75,7 @@ CELLS = [(model_type, num_files) for model_type in TYPES for num_files in ("one"
 IN_CI = [("gemma3_text", "one"), ("gpt_oss", "one"), ("deepseek_v3", "many")]  # each starts a process
 
 
-@pytest.mark.in_ci("deepseek_v3-many")
+@pytest.mark.in_ci("gpt_oss-one", "deepseek_v3-many")
 @pytest.mark.parametrize(
     ("model_type", "num_files"),
     [cell if cell in IN_CI else pytest.param(*cell, marks=pytest.mark.full) for cell in CELLS],

@@ -253,7 +253,7 @@ def _own(logits: torch.Tensor, part: VocabularyPart) -> torch.Tensor:
 KINDS = [("torch", 2, 307), ("torch", 4, 9001), ("kernels", 2, 307), ("kernels", 2, 9001)]
 
 
-@pytest.mark.in_ci("torch-4-9001", "kernels-2-9001")
+@pytest.mark.in_ci("torch-4-9001", "kernels-2-307", "kernels-2-9001")
 @pytest.mark.parametrize(("kind", "count", "vocab_size"), [*KINDS, pytest.param("kernels", 4, 307, marks=FULL)])
 def test_truncated_draws_are_those_of_one_member(kind, count, vocab_size):
     """And the kernels draw as torch does. What is exchanged depends on the number of rows alone."""
