@@ -65,6 +65,7 @@ _SETTINGS = {  # a lost node is noticed within seconds; processes may take long 
     "TMPDIR": "/dev/shm/tmp",
     "RAY_TMPDIR": "/dev/shm/tmp",
 }
+_SAYING: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 _START_S, _ANSWER_S, _END_S = 120.0, 20.0, 20.0
 _CLONE_NEWNET, _TUNSETIFF, _TUNSETOFFLOAD = 0x40000000, 0x400454CA, 0x400454D0
 _TUN_FLAGS, _OFFLOADS = 0x0001 | 0x1000 | 0x4000, 1 | 2 | 4  # IP packets behind a virtio header; checksums, segments
@@ -321,10 +322,10 @@ class NodeBed:
             self.start(index, ["ip", "link", "delete", "cable"], stderr=subprocess.DEVNULL).wait(_ANSWER_S)
         ends = [str(self.pid(index)) for index in range(2)]
         pair = f"ip link add cable netns {ends[0]} type veth peer name cable netns {ends[1]}".split()
-        self._have_run(subprocess.Popen(pair, stderr=subprocess.PIPE, text=True))
+        _finish("no cable", subprocess.Popen(pair, **_SAYING), _ANSWER_S)
         for index in range(2):
             for command in (f"addr add 198.19.0.{index + 1}/24 dev cable", "link set cable mtu 9000 up"):
-                self._have_run(self.start(index, ["ip", *command.split()], stderr=subprocess.PIPE, text=True))
+                _finish("no cable", self.start(index, ["ip", *command.split()], **_SAYING), _ANSWER_S)
         self.set_cable_rate(self._cable_gbits)
 
     def set_cable_rate(self, gbits: float) -> None:
@@ -337,16 +338,7 @@ class NodeBed:
         self._cable_gbits = gbits
         for index in range(2) if {0, 1} <= self._nodes.keys() else ():
             command = f"tc qdisc replace dev cable root {limit}".split()
-            self._have_run(self.start(index, command, stderr=subprocess.PIPE, text=True))
-
-    @staticmethod
-    def _have_run(program: subprocess.Popen[str]) -> None:
-        try:
-            _, said = program.communicate(timeout=_ANSWER_S)
-        except subprocess.TimeoutExpired as error:
-            raise BedError(f"no cable within {_ANSWER_S:g} s") from error
-        if program.returncode:
-            raise BedError(f"no cable: {' '.join(map(str, program.args))}: {said.strip()}")
+            _finish("no cable", self.start(index, command, **_SAYING), _ANSWER_S)
 
     def pid(self, index: int) -> int:
         """Return the first process of a node, as this namespace counts."""
@@ -387,17 +379,10 @@ class NodeBed:
         command += [f"--object-store-memory={_STORE_BYTES}"]
         command += [f"--{name}={port}" for name, port in RAY_PORTS.items()]
         command += [f"--min-worker-port={WORKER_PORTS.start}", f"--max-worker-port={WORKER_PORTS.stop - 1}"]
-        return self.start(
-            index, command, env={"RAY_ADDRESS": ""}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        return self.start(index, command, env={"RAY_ADDRESS": ""}, **_SAYING)
 
     def _await_ray(self, index: int, start: subprocess.Popen[Any]) -> None:
-        try:
-            said, _ = start.communicate(timeout=_START_S)
-        except subprocess.TimeoutExpired as error:
-            raise BedError(f"no Ray on node {index} within {_START_S:g} s") from error
-        if start.returncode:
-            raise BedError(f"no Ray on node {index}: {said[-2000:]}")
+        _finish(f"no Ray on node {index}", start, _START_S)
 
     def _end_node(self, index: int) -> None:
         node = self._nodes.pop(index)
@@ -415,6 +400,16 @@ class NodeBed:
         for program in self._programs:
             if program.poll() is None and not self._nodes:
                 program.wait(_END_S)
+
+
+def _finish(failure: str, program: subprocess.Popen[Any], timeout_s: float) -> None:
+    """Wait for a program to end well; it was started with `_SAYING`."""
+    try:
+        said, _ = program.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise BedError(f"{failure} within {timeout_s:g} s") from error
+    if program.returncode:
+        raise BedError(f"{failure}: {said[-2000:].strip()}")
 
 
 def _children_of(pid: int) -> list[int]:
