@@ -26,14 +26,13 @@ import triton.language as tl
 from raypp.ops.backend import SILU, Gate
 from raypp.ops.cuda.between_products import constants_of, gated
 from raypp.ops.cuda.int4_products import (
-    TILE,
     Int4Product,
     Int4Tuning,
-    can_pack,
     project_int4_of_experts,
     tiles_of_piece,
 )
 from raypp.ops.cuda.kernel_launch import Device, Workspace, fence_shared, start
+from raypp.ops.cuda.packed_int4 import TILE, can_pack
 from raypp.ops.cuda.projection import Tuning, load
 from raypp.ops.cuda.router_kernels import SCALED, Arranged, Inputs, Routed
 from raypp.ops.cuda.token_quantization import in_8_bits

@@ -30,8 +30,9 @@ from raypp.ops.cuda.expert_products import (
     has_kernel,
     sum_of_experts,
 )
-from raypp.ops.cuda.int4_products import TILE, Int4Product, pack
+from raypp.ops.cuda.int4_products import Int4Product
 from raypp.ops.cuda.kernel_launch import Device, Workspace
+from raypp.ops.cuda.packed_int4 import TILE, pack
 from raypp.ops.cuda.projection import Tuning
 from raypp.ops.cuda.router_kernels import Routed, arrange, most_tiles, route
 from raypp.ops.weight import Weight, WeightKind

@@ -2,154 +2,33 @@
 
 Each program multiplies a strip of the weight with a tile of rows of x. A code is expanded in registers: behind the bits
 of 128 (bfloat16) or 1024 (float16) its four bits are the last ones of the mantissa, so that what is left is a
-subtraction, which is exact; floats of 4 bits have the bits of a float16. Sums of a group of inputs are multiplied by
-its scale. The weight lies as `PackedInt4` says; strips may be split along K as in `raypp.ops.cuda.projection`.
+subtraction, which is exact. Floats of 4 bits become those of 16 whose exponents have no bias, which is made up for at
+the end. Sums of a group of inputs are multiplied by its scale, or the codes are before. The weight lies as
+`raypp.ops.cuda.packed_int4` says; strips may be split along K as in `raypp.ops.cuda.projection`.
 
 Twin: `linear` of tests/gpu/reference_ops.py with `Weight.dequantized`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from operator import itemgetter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 import triton
 import triton.language as tl
 
 from raypp.ops.backend import SILU, Gate
-from raypp.ops.cuda.between_products import as_stored, constants_of, fp4_value, gated
+from raypp.ops.cuda.between_products import as_stored, constants_of, gated
 from raypp.ops.cuda.kernel_launch import Device, Workspace, fence_shared, start
+from raypp.ops.cuda.packed_int4 import FP4_SCALE_EXPONENT, TILE, PackedInt4
 from raypp.ops.cuda.projection import load_vector, sums_of_splits
 from raypp.ops.cuda.router_kernels import Arranged
-from raypp.ops.weight import FP4, Weight
-
-TILE = 64
-"""Outputs, and inputs, of a tile."""
-
-_PADDED_OUTPUTS = 128
-_PIECE_OUTPUTS = 1024
-
-
-@dataclass(frozen=True, eq=False)
-class PackedInt4:
-    """A weight of N outputs, in P parts of as many, and K inputs, or E. A part is padded to N' outputs; inputs to K'.
-
-    A tile is 64 outputs and 64 inputs, 2,048 bytes in a row, in the order in which tensor cores want them. Its first 32
-    inputs are the low halves of the bytes, the others the high halves, so that each half is an operand of a product
-    without a move between threads. Of a tile's bytes, a thread of four warps holds 16, in the order of the registers of
-    a product of 16 x 16 (PTX ISA, "Matrix Fragments for wgmma.mma_async.m64nNk16"):
-
-        byte of a tile   [warp 4][output mod 8][input / 2 mod 4][step of 16 inputs 2][half of a step 2]
-                         [output / 8 mod 2][input mod 2]
-    """
-
-    codes: torch.Tensor  # [E * P * N' / 64, K' / 64, 2048] uint8
-    scale: torch.Tensor  # [E, C, P * N'] in 16 or 32 bits
-    zero: torch.Tensor | None  # [E, C, P * N'] uint8; None: 8
-    group: int  # inputs that share a scale: 32, or a multiple of 64
-    num_outputs: int  # N
-    num_inputs: int  # K
-    num_parts: int  # P
-    order: torch.Tensor | None  # [K] int64: x is sorted by it before
-    is_fp4: bool = False  # whether codes are floats
-
-    @property
-    def padded_outputs(self) -> int:
-        """N'."""
-        return self.scale.shape[2] // self.num_parts
-
-    @property
-    def num_experts(self) -> int:
-        """E; 1 where the weight is none of experts."""
-        return len(self.scale)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all its tensors."""
-        tensors = (self.codes, self.scale, self.zero, self.order)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-
-def can_pack(weight: Weight) -> bool:
-    """Whether the groups of a weight are of one output and of 32, or multiples of 64, inputs; or all inputs."""
-    rows, columns = weight.block
-    return rows == 1 and (columns == TILE // 2 or columns % TILE == 0 or columns >= weight.num_inputs)
-
-
-def pack(weight: Weight, num_parts: int = 1) -> PackedInt4:
-    """Return a weight of 4 bits in the order above. A gate and its `up` are two parts."""
-    if weight.data.ndim == 3:
-        each = [pack(weight.mapped(itemgetter(expert)), num_parts) for expert in range(len(weight.data))]
-        zeros = [packed.zero for packed in each if packed.zero is not None]
-        return replace(
-            each[0],
-            codes=torch.cat([packed.codes for packed in each]),
-            scale=torch.cat([packed.scale for packed in each]),
-            zero=torch.cat(zeros) if zeros else None,
-        )
-    assert can_pack(weight)
-    assert weight.scale is not None
-    num_inputs, part_outputs = weight.num_inputs, weight.num_outputs // num_parts
-    group = -(-min(weight.block[1], num_inputs) // TILE) * TILE if weight.block[1] != TILE // 2 else TILE // 2
-    step = min(group, 2 * TILE) if group % (2 * TILE) == 0 else TILE
-    padded_inputs, padded = -(-num_inputs // step) * step, -(-part_outputs // _PADDED_OUTPUTS) * _PADDED_OUTPUTS
-
-    def rows(tensor: torch.Tensor) -> torch.Tensor:
-        """Pad each part's outputs: the first dimension."""
-        parts = tensor.unflatten(0, (num_parts, part_outputs))
-        return F.pad(parts, (0, 0, 0, padded - part_outputs)).flatten(0, 1)
-
-    data = F.pad(rows(weight.data.view(torch.uint8)), (0, (padded_inputs - num_inputs) // 2))
-    scale = weight.scale.to(torch.bfloat16) if weight.scale.dtype == torch.float8_e8m0fnu else weight.scale
-    codes = torch.cat([_tiles(piece) for piece in data.split(_PIECE_OUTPUTS)])
-    return PackedInt4(
-        codes=codes,
-        scale=rows(scale).t().contiguous().unsqueeze(0),
-        zero=None if weight.zero is None else rows(weight.zero).t().contiguous().unsqueeze(0),
-        group=group,
-        num_outputs=weight.num_outputs,
-        num_inputs=num_inputs,
-        num_parts=num_parts,
-        order=weight.order,
-        is_fp4=weight.kind == "fp4",
-    )
-
-
-def _tiles(data: torch.Tensor) -> torch.Tensor:
-    """Return bytes as tiles. Shapes: data [N, K / 2]; result [N / 64, K / 64, 2048]."""
-    codes = torch.stack((data & 15, data >> 4), -1).flatten(1)  # [N, K]
-    # strip, warp, output / 8 mod 2, output mod 8; tile, half of the byte, step, half of the step, input / 2, input
-    codes = codes.view(-1, 4, 2, 8, codes.shape[1] // TILE, 2, 2, 2, 4, 2)
-    codes = codes.permute(5, 0, 4, 1, 3, 8, 6, 7, 2, 9)
-    codes = codes.contiguous().flatten(3)
-    low, high = codes.unbind()
-    tiles: torch.Tensor = low | high << 4
-    return tiles
-
-
-def unpack(packed: PackedInt4) -> Weight:
-    """Return what `pack` was given, but for the padding of its inputs. Not of experts."""
-    tiles = packed.codes.view(-1, packed.codes.shape[1], 4, 8, 4, 2, 2, 2, 2)
-    codes = torch.stack((tiles & 15, tiles >> 4))  # half, strip, tile, warp, g, t, step, h, r, e
-    codes = codes.permute(1, 3, 8, 4, 2, 0, 6, 7, 5, 9).flatten(0, 3).flatten(1)
-
-    def rows(tensor: torch.Tensor) -> torch.Tensor:
-        parts: torch.Tensor = tensor.unflatten(0, (packed.num_parts, -1))
-        return parts[:, : packed.num_outputs // packed.num_parts].flatten(0, 1).contiguous()
-
-    codes = rows(codes)[:, : packed.num_inputs].unflatten(1, (-1, 2))
-    data = torch.bitwise_or(codes[..., 0], codes[..., 1] << 4)
-    weight = Weight(data.view(FP4) if packed.is_fp4 else data, rows(packed.scale[0].t()), block=(1, packed.group))
-    zero = None if packed.zero is None else rows(packed.zero[0].t())
-    return replace(weight, zero=zero, order=packed.order)
-
 
 _MOST_ROWS_OF_A_TILE = 128
 _LEAST_ROWS_OF_A_TILE = 16  # for 8, Triton takes products of a warp, for which codes would move between threads
-_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # it knows no assembler
+_SCALE_EXPONENT = tl.constexpr(FP4_SCALE_EXPONENT)
+IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # it knows no assembler
 
 # Four bytes to four low halves and four high halves, each behind the bits of a larger number, which is then subtracted.
 _EXPAND = """
@@ -183,20 +62,34 @@ _FP16_CENTERED = tl.constexpr(_EXPAND.format(offset="0x64006400", end=_FP16))
 _FP16_RAISED = tl.constexpr(_EXPAND.format(offset="0x64006400", end=_MOVE))
 
 
-def _of_floats(places: tuple[int, int], mask: str, power: str, type_: str) -> str:
-    """Return the same of floats: sign and magnitude move, of both halves, to where a larger type has them."""
-    halves = [(source, of_half) for of_half in range(2) for source in "ab"]
-    moves = (
-        f"shl.b32 c, {source}, {places[of_half]}; and.b32 c, c, {mask}; shl.b32 d, {source}, {12 - 4 * of_half}; "
-        f"lop3.b32 c, d, 0x80008000, c, 0xea; fma.rn.{type_} ${target}, c, e, f;"
-        for target, (source, of_half) in enumerate(halves)
-    )
-    begin = f"mov.b32 e, {power}; mov.b32 f, 0x80008000; prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342;"
-    return "\n".join(("{", ".reg .b32 a, b, c, d, e, f;", begin, *moves, "}"))
-
-
-_BF16_FLOATS = tl.constexpr(_of_floats((6, 2), "0x01c001c0", "0x7e807e80", "bf16x2"))  # 2^126
-_FP16_FLOATS = tl.constexpr(_of_floats((9, 5), "0x0e000e00", "0x74007400", "f16x2"))  # 2^14
+# Eight bytes to eight pairs of floats, as `fp4_pairs` does: of the low halves four, then of the high halves.
+_FLOATS = """
+{{
+.reg .b32 a, b, c, t;
+mov.b32 a, $8;
+mov.b32 b, $9;
+shf.l.wrap.b32 t, b, b, 2;
+lop3.b32 c, a, t, 0x60306030, 0xe4;
+{pairs}
+}}
+"""
+_PAIRS = {
+    0: "mov.b32 t, a;",
+    1: "shl.b32 t, a, 6;",
+    2: "mov.b32 t, b;",
+    3: "shl.b32 t, b, 6;",
+    4: "shf.r.wrap.b32 t, a, a, 4;",
+    5: "shl.b32 t, c, 2;",
+    6: "shf.r.wrap.b32 t, b, b, 4;",
+    7: "shf.l.wrap.b32 t, c, c, 8;",
+}
+_AND = "and.b32 ${0}, t, 0x81c081c0;"
+_TO_FP16 = (
+    "and.b32 t, t, 0x81c081c0; and.b32 ${0}, t, 0x80008000; shl.b32 t, t, 3; lop3.b32 ${0}, t, 0x0e000e00, ${0}, 0xea;"
+)
+_BF16_FLOATS = tl.constexpr(_FLOATS.format(pairs="\n".join(to + _AND.format(i) for i, to in _PAIRS.items())))
+_FOUR, _EIGHT = tl.constexpr("=r,=r,=r,=r,r"), tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
+_FP16_FLOATS = tl.constexpr(_FLOATS.format(pairs="\n".join(to + _TO_FP16.format(i) for i, to in _PAIRS.items())))
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +118,7 @@ class Int4Tuning:
         num_stages: Pieces of the weight under way from memory.
         most_rows: Of a tile.
         pieces: Of up to 128 inputs in a round, at whose beginning the next one's scales are asked for.
-        folds: Whether codes are multiplied by their scales before the product, not sums after it: always FP4 in bf16.
+        folds: Whether codes are multiplied by their scales before the product, not sums after it. FP4 has its own way.
     """
 
     strips: int = 1
@@ -352,7 +245,7 @@ def _launch(
         TILES=tiles,
         SPLITS=tuning.num_splits,
         PIECES=tuning.pieces,
-        FOLDS=tuning.folds or (weight.is_fp4 and x.dtype == torch.bfloat16),
+        FOLDS=x.dtype != torch.float16 if weight.is_fp4 else tuning.folds,
         **options,
         **device.launch_options,
     )
@@ -369,25 +262,69 @@ def _padded(num_rows: int, tuning: Int4Tuning) -> int:
 
 
 @triton.jit
+def fp4_pairs(first, second):
+    """Return the pairs of floats of two words of four bytes, see `FP4_ORDER`: of each word low halves, then high ones.
+
+    A pair is two bfloat16 that are 2^126 times too small: of the first output, then of that eight behind it. Words and
+    pairs are uint32.
+    """
+    MASK: tl.constexpr = 0x81C081C0
+    both = (first & 0x60306030) | (((second << 2) | (second >> 30)) & 0x9FCF9FCF)
+    of_first = first & MASK, (first << 6) & MASK, ((first >> 4) | (first << 28)) & MASK, (both << 2) & MASK
+    of_second = second & MASK, (second << 6) & MASK, ((second >> 4) | (second << 28)) & MASK
+    return of_first, (*of_second, ((both << 8) | (both >> 24)) & MASK)
+
+
+@triton.jit
+def _interpreted_fp4(codes, dtype: tl.constexpr):
+    """Return what `expanded` returns of floats, by other means than assembly."""
+    words = tl.sum(tl.reshape(codes, (codes.numel // 4, 4)).to(tl.uint32) << (8 * tl.arange(0, 4))[None, :], 1)
+    of_first, of_second = fp4_pairs(*tl.split(tl.reshape(words.to(tl.uint32), (codes.numel // 8, 2))))
+    halves = ()
+    for half in tl.static_range(2):
+        outputs = ()
+        for output in tl.static_range(2):
+            pairs = tl.join(of_first[2 * half + output], of_second[2 * half + output])
+            outputs += (tl.join(pairs << 16, pairs & 0xFFFF0000),)
+        value = tl.permute(tl.join(outputs[0], outputs[1]), (0, 1, 3, 2)).to(tl.float32, bitcast=True)
+        power: tl.constexpr = 2.0**112 if dtype == tl.float16 else 1.0
+        halves += (tl.reshape(value * power, (codes.numel,)).to(dtype),)
+    return halves
+
+
+@triton.jit
 def expanded(codes, dtype: tl.constexpr, IS_CENTERED: tl.constexpr, IS_FP4: tl.constexpr):
-    """Return the low and the high halves of bytes: floats, or integers less 8, or else plus the offset of `dtype`."""
-    if _IS_INTERPRETED and IS_FP4:
-        halves = fp4_value(codes & 15).to(dtype), fp4_value(codes >> 4).to(dtype)
-    elif _IS_INTERPRETED:
+    """Return the low and the high halves of bytes: integers less 8, or else plus the offset of `dtype`, or floats.
+
+    Floats lack the bias of an exponent: bfloat16 are 2^126 times too small, float16 2^14 times.
+    """
+    if IS_INTERPRETED and IS_FP4:
+        halves = _interpreted_fp4(codes, dtype)
+    elif IS_INTERPRETED:
         offset: tl.constexpr = -8 if IS_CENTERED else 1024 if dtype == tl.float16 else 128
         halves = ((codes & 15).to(dtype) + offset).to(dtype), ((codes >> 4).to(dtype) + offset).to(dtype)
-    elif dtype == tl.float16:
-        half: tl.constexpr = _FP16_FLOATS if IS_FP4 else _FP16_CENTERED if IS_CENTERED else _FP16_RAISED
+    elif dtype == tl.float16 and IS_FP4:
         halves = tl.inline_asm_elementwise(
-            half, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+            _FP16_FLOATS, _EIGHT, [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=8
         )
+    elif dtype == tl.float16:
+        half: tl.constexpr = _FP16_CENTERED if IS_CENTERED else _FP16_RAISED
+        halves = tl.inline_asm_elementwise(half, _FOUR, [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4)
     else:
         tl.static_assert(dtype == tl.bfloat16, "products of 4 bits are in bfloat16 or float16")
         asm: tl.constexpr = _BF16_FLOATS if IS_FP4 else _BF16_CENTERED if IS_CENTERED else _BF16_RAISED
+        registers: tl.constexpr = _EIGHT if IS_FP4 else _FOUR
         halves = tl.inline_asm_elementwise(
-            asm, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            asm, registers, [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=8 if IS_FP4 else 4
         )
     return halves
+
+
+@triton.jit
+def _unit(dtype: tl.constexpr, IS_FP4: tl.constexpr):
+    """Return what sums of codes times scales are multiplied by: for floats, what both were changed by."""
+    of_floats: tl.constexpr = 2.0 ** (14 - _SCALE_EXPONENT) if dtype == tl.float16 else 2.0 ** (126 - _SCALE_EXPONENT)
+    return of_floats if IS_FP4 else 1.0
 
 
 @triton.jit
@@ -626,9 +563,10 @@ def _project_int4(
     if is_last:
         if HAS_RESIDUAL and ROWS > 32:
             before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
-        result = totals[0] + addend[None, :]
+        unit = _unit(x.dtype.element_ty, IS_FP4)
+        result = totals[0] * unit + addend[None, :]
         if HAS_GATE:
-            result = gated(result, totals[1] + up_addend[None, :], ALPHA, LIMIT, OFFSET, CUBIC)
+            result = gated(result, totals[1] * unit + up_addend[None, :], ALPHA, LIMIT, OFFSET, CUBIC)
         tl.store(y + y_cell, as_stored(result + before, y, CLAMPS), mask=in_y)
 
 
@@ -694,7 +632,8 @@ def _dequantize_int4(
     index = tl.arange(0, 32 * TILES)
     column = tile * 64 + index // 32 * 64 + index % 32
     cell = matrix + (strip * 64 + tl.arange(0, 64)).to(tl.int64)[:, None] * num_inputs
-    low = (low.to(tl.float32) * by_output[0].to(tl.float32)[:, None]).to(dtype)
-    high = (high.to(tl.float32) * by_output[LAST].to(tl.float32)[:, None]).to(dtype)
+    unit = _unit(dtype, IS_FP4)
+    low = (low.to(tl.float32) * by_output[0].to(tl.float32)[:, None] * unit).to(dtype)
+    high = (high.to(tl.float32) * by_output[LAST].to(tl.float32)[:, None] * unit).to(dtype)
     tl.store(cell + column[None, :], low, mask=(column < num_inputs)[None, :])
     tl.store(cell + 32 + column[None, :], high, mask=(column + 32 < num_inputs)[None, :])

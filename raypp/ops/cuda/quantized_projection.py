@@ -21,13 +21,12 @@ from raypp.ops.cuda.between_products import rms_norm, silu_and_mul
 from raypp.ops.cuda.int4_products import (
     Int4Product,
     Int4Tuning,
-    can_pack,
     dequantized_int4,
     int4_partial_floats,
-    pack,
     project_int4,
 )
 from raypp.ops.cuda.kernel_launch import Device, Workspace
+from raypp.ops.cuda.packed_int4 import can_pack, pack
 from raypp.ops.cuda.product_tuning import (
     most_exact_rows_of_fp8,
     most_own_rows_of_fp8,

@@ -21,9 +21,10 @@ from raypp.ops.cuda import router_kernels, step_attention
 from raypp.ops.cuda.cuda_kernels import CudaKernels, CudaProjection, _log_dequantized
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.experts import ExpertCut, ExpertShape
-from raypp.ops.cuda.int4_products import Int4Product, Int4Tuning, int4_shared_bytes, pack, project_int4, unpack
+from raypp.ops.cuda.int4_products import Int4Product, Int4Tuning, int4_shared_bytes, project_int4
 from raypp.ops.cuda.invariant_attention import part_of, part_start
 from raypp.ops.cuda.kernel_launch import Device, Workspace
+from raypp.ops.cuda.packed_int4 import pack, unpack
 from raypp.ops.cuda.product_tuning import choose_projection, tune_fp8, tune_int4
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, shared_bytes
 from raypp.ops.state_sizes import RowState
@@ -487,18 +488,19 @@ def test_every_quantized_product_fits_shared_memory_and_workspace(shared_kib):
 
 
 def test_packed_codes_unpack():
-    for num_outputs, num_inputs, group, num_parts, has_zeros in (
-        (130, 192, 64, 2, True),
-        (64, 256, 128, 1, False),
-        (96, 96, 32, 1, True),
-        (70, 160, 0, 1, False),
+    for kind, num_outputs, num_inputs, group, num_parts, has_zeros in (
+        ("int4", 130, 192, 64, 2, True),
+        ("int4", 64, 256, 128, 1, False),
+        ("int4", 96, 96, 32, 1, True),
+        ("int4", 70, 160, 0, 1, False),
+        ("fp4", 96, 96, 32, 1, False),
     ):
         random = checks.Kernels(EXACT)
-        weight = checks.quantized_weight(random, "int4", num_outputs, num_inputs, (1, group), has_zeros=has_zeros)
+        weight = checks.quantized_weight(random, kind, num_outputs, num_inputs, (1, group), has_zeros=has_zeros)
         packed = pack(weight, num_parts)
         assert packed.num_bytes < 2.1 * max(128 * num_parts, num_outputs) * (num_inputs + 64)
         unpacked = unpack(packed)
-        assert torch.equal(unpacked.data, weight.data)
+        assert torch.equal(unpacked.data.view(torch.uint8), weight.data.view(torch.uint8))
         assert torch.equal(unpacked.dequantized(EXACT), weight.dequantized(EXACT))
     weight = checks.quantized_weight(checks.Kernels(EXACT), "fp4", 70, 160, (1, 32))
     assert torch.equal(unpack(pack(weight)).dequantized(EXACT), weight.dequantized(EXACT))
