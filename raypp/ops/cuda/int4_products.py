@@ -62,7 +62,7 @@ _FP16_CENTERED = tl.constexpr(_EXPAND.format(offset="0x64006400", end=_FP16))
 _FP16_RAISED = tl.constexpr(_EXPAND.format(offset="0x64006400", end=_MOVE))
 
 
-# Eight bytes to eight pairs of floats, as `fp4_pairs` does: of the low halves four, then of the high halves.
+# Eight bytes to eight pairs of floats, see `FP4_ORDER`: of the low halves four, then of the high ones.
 _FLOATS = """
 {{
 .reg .b32 a, b, c, t;
@@ -262,31 +262,20 @@ def _padded(num_rows: int, tuning: Int4Tuning) -> int:
 
 
 @triton.jit
-def fp4_pairs(first, second):
-    """Return the pairs of floats of two words of four bytes, see `FP4_ORDER`: of each word low halves, then high ones.
-
-    A pair is two bfloat16 that are 2^126 times too small: of the first output, then of that eight behind it. Words and
-    pairs are uint32.
-    """
-    MASK: tl.constexpr = 0x81C081C0
-    both = (first & 0x60306030) | (((second << 2) | (second >> 30)) & 0x9FCF9FCF)
-    of_first = first & MASK, (first << 6) & MASK, ((first >> 4) | (first << 28)) & MASK, (both << 2) & MASK
-    of_second = second & MASK, (second << 6) & MASK, ((second >> 4) | (second << 28)) & MASK
-    return of_first, (*of_second, ((both << 8) | (both >> 24)) & MASK)
-
-
-@triton.jit
 def _interpreted_fp4(codes, dtype: tl.constexpr):
-    """Return what `expanded` returns of floats, by other means than assembly."""
+    """Return what `expanded` returns of floats, by the steps of `_FLOATS` in words of numbers."""
+    MASK: tl.constexpr = 0x81C081C0
     words = tl.sum(tl.reshape(codes, (codes.numel // 4, 4)).to(tl.uint32) << (8 * tl.arange(0, 4))[None, :], 1)
-    of_first, of_second = fp4_pairs(*tl.split(tl.reshape(words.to(tl.uint32), (codes.numel // 8, 2))))
+    a, b = tl.split(tl.reshape(words.to(tl.uint32), (codes.numel // 8, 2)))
+    c = (a & 0x60306030) | (((b << 2) | (b >> 30)) & 0x9FCF9FCF)
+    low = a & MASK, (a << 6) & MASK, b & MASK, (b << 6) & MASK
+    high = ((a >> 4) | (a << 28)) & MASK, (c << 2) & MASK, ((b >> 4) | (b << 28)) & MASK, ((c << 8) | (c >> 24)) & MASK
     halves = ()
     for half in tl.static_range(2):
-        outputs = ()
-        for output in tl.static_range(2):
-            pairs = tl.join(of_first[2 * half + output], of_second[2 * half + output])
-            outputs += (tl.join(pairs << 16, pairs & 0xFFFF0000),)
-        value = tl.permute(tl.join(outputs[0], outputs[1]), (0, 1, 3, 2)).to(tl.float32, bitcast=True)
+        pairs = low if half == 0 else high
+        first, second = tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3])
+        first, second = tl.join(first << 16, first & 0xFFFF0000), tl.join(second << 16, second & 0xFFFF0000)
+        value = tl.permute(tl.join(first, second), (0, 1, 3, 2)).to(tl.float32, bitcast=True)
         power: tl.constexpr = 2.0**112 if dtype == tl.float16 else 1.0
         halves += (tl.reshape(value * power, (codes.numel,)).to(dtype),)
     return halves
@@ -557,9 +546,9 @@ def _project_int4(
         if HAS_GATE:
             up_scales, up_zeros = next_up_scales, next_up_zeros
     if HAS_GATE:
-        totals, is_last = sums_of_splits((tl.trans(total), tl.trans(up_total)), partial, counters, SPLITS)
+        totals, is_last = sums_of_splits((tl.trans(total), tl.trans(up_total)), partial, counters, SPLITS, num_rows)
     else:
-        totals, is_last = sums_of_splits((tl.trans(total),), partial, counters, SPLITS)
+        totals, is_last = sums_of_splits((tl.trans(total),), partial, counters, SPLITS, num_rows)
     if is_last:
         if HAS_RESIDUAL and ROWS > 32:
             before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)

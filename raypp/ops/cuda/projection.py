@@ -587,10 +587,11 @@ def project_few(
 
 
 @triton.jit
-def sums_of_splits(totals, partial, counters, SPLITS: tl.constexpr):
+def sums_of_splits(totals, partial, counters, SPLITS: tl.constexpr, num_rows=None):
     """Return sums of all splits' totals, in their order, and whether this program, the last one to come, has them.
 
-    Shapes: totals a tuple of [n, m], each of its own shape, of program (strip, split, tile of rows).
+    Shapes: totals a tuple of [n, m], each of its own shape, of program (strip, split, tile of rows); of `num_rows` rows
+    where that is given.
     """
     is_last = True
     if SPLITS > 1:
@@ -602,21 +603,27 @@ def sums_of_splits(totals, partial, counters, SPLITS: tl.constexpr):
         parts = partial + place.to(tl.int64) * (SPLITS * size)
         for i in tl.static_range(COUNT):
             cell, step = _cells(totals[i])
-            tl.store(parts + split * step + cell, totals[i])
+            tl.store(parts + split * step + cell, totals[i], mask=_is_row(totals[i], num_rows))
             parts += SPLITS * step
         is_last = arrives_last(counters + place, SPLITS)
         parts = partial + place.to(tl.int64) * (SPLITS * size)
         sums = ()
         for i in tl.static_range(COUNT):
             cell, step = _cells(totals[i])
-            total = tl.zeros_like(totals[i])
+            total, is_row = tl.zeros_like(totals[i]), _is_row(totals[i], num_rows)
             if is_last:
                 for index in tl.static_range(SPLITS):  # written out, so that the parts come at once
-                    total += tl.load(parts + index * step + cell, cache_modifier=".cg")
+                    total += tl.load(parts + index * step + cell, mask=is_row, other=0.0, cache_modifier=".cg")
             sums += (total,)
             parts += SPLITS * step
         totals = sums
     return totals, is_last
+
+
+@triton.jit
+def _is_row(total, num_rows):
+    """Return the mask of a total's first rows, [n, 1]; None: all of them."""
+    return True if num_rows is None else (tl.arange(0, total.shape[0]) < num_rows)[:, None]
 
 
 @triton.jit
