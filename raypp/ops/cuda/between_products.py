@@ -143,14 +143,6 @@ def _narrow(x, y, num_elements, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
 
 
 @triton.jit
-def fp4_value(code):
-    """Return float4_e2m1fn as float32. Its bits as those of a float16, subnormal ones included, are 2^14 times less."""
-    wide = code.to(tl.int16)
-    bits = ((wide & 7) << 9) | ((wide & 8) << 12)
-    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
-
-
-@triton.jit
 def silu(x):
     """Return x * sigmoid(x), float32."""
     return x / (1.0 + tl.exp(-x))

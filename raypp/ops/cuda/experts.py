@@ -41,7 +41,7 @@ FOUR_BITS = ("int4", "fp4")
 TABLE = Path(__file__).parents[2] / "assets" / "expert_cuts.json"
 
 _LEAST_TILE_ROWS = 16
-_SPLIT_PROGRAMS, _LEAST_SPLIT_INPUTS = 6, 512
+_SPLIT_PROGRAMS, _LEAST_SPLIT_INPUTS = 12, 512
 """Of each processor, and of each split."""
 MOST_FEW_PAIRS = 16
 """Up to so many pairs of a token and an expert are multiplied element by element."""
@@ -115,7 +115,7 @@ def _split(cut: Tuning, num_tiles: int, num_outputs: int, num_inputs: int, devic
     """Return the cut of a product of FP4, split along its inputs if processors have few programs."""
     num_programs = -(-num_outputs // TILE) * num_tiles
     num_splits = min(_SPLIT_PROGRAMS * device.num_processors // num_programs, num_inputs // _LEAST_SPLIT_INPUTS)
-    return replace(cut, outputs=TILE, inputs=2 * TILE, num_splits=num_splits) if num_splits > 1 else cut
+    return Tuning(TILE, TILE, num_splits) if num_splits > 1 else cut
 
 
 def shape_entry(shape: ExpertShape) -> str:
@@ -175,7 +175,7 @@ def _tiles(tile_rows: int, kind: WeightKind, device: Device, is_gated: bool) -> 
         tuning = Tuning(128, 128, num_warps=8 if tile_rows == 64 else 4, num_stages=3 if is_gated else 4)
     elif kind == "fp4":  # eight warps take up to four times as long
         is_narrow = is_gated or (tile_rows == 128 and device.shared_bytes < Device.shared_bytes)
-        tuning = Tuning(64, 64) if is_narrow else Tuning(128, 128)
+        tuning = Tuning(64, 64) if is_narrow else Tuning(128, 64 if tile_rows == 64 else 128)
         tuning = replace(tuning, num_stages=3 if tile_rows >= 64 else 4)
     elif kind == "int4":
         tuning = Tuning(64, 128, num_warps=8 if tile_rows == 64 else 4, num_stages=4)

@@ -15,7 +15,9 @@ TILE = 64
 """Outputs, and inputs, of a tile."""
 
 FP4_SCALE_EXPONENT = 100
-"""Scales of floats are multiplied by 2 to the power of it. A code without its bias is 2^126 times too small."""
+"""Scales of floats are multiplied by 2 to the power of it: a code without its bias is 2^126 times too small. Of 2^28
+and more they would be infinite.
+"""
 
 _PADDED_OUTPUTS = 128
 _PIECE_OUTPUTS = 1024
