@@ -41,8 +41,8 @@ FOUR_BITS = ("int4", "fp4")
 TABLE = Path(__file__).parents[2] / "assets" / "expert_cuts.json"
 
 _LEAST_TILE_ROWS = 16
-_SPLIT_PROGRAMS, _LEAST_SPLIT_INPUTS = 12, 512
-"""Of each processor, and of each split."""
+_SPLIT_PROGRAMS, _LEAST_SPLIT_INPUTS, _MAX_SPLITS = 12, 512, 8
+"""Of each processor, of each split, and of a product."""
 MOST_FEW_PAIRS = 16
 """Up to so many pairs of a token and an expert are multiplied element by element."""
 
@@ -114,7 +114,8 @@ def default_cut(num_tokens: int, shape: ExpertShape, device: Device, tile_rows: 
 def _split(cut: Tuning, num_tiles: int, num_outputs: int, num_inputs: int, device: Device) -> Tuning:
     """Return the cut of a product of FP4, split along its inputs if processors have few programs."""
     num_programs = -(-num_outputs // TILE) * num_tiles
-    num_splits = min(_SPLIT_PROGRAMS * device.num_processors // num_programs, num_inputs // _LEAST_SPLIT_INPUTS)
+    most = min(_MAX_SPLITS, num_inputs // _LEAST_SPLIT_INPUTS)
+    num_splits = min(_SPLIT_PROGRAMS * device.num_processors // num_programs, most)
     return Tuning(TILE, TILE, num_splits) if num_splits > 1 else cut
 
 

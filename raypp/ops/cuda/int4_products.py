@@ -28,7 +28,7 @@ from raypp.ops.cuda.router_kernels import Arranged
 _MOST_ROWS_OF_A_TILE = 128
 _LEAST_ROWS_OF_A_TILE = 16  # for 8, Triton takes products of a warp, for which codes would move between threads
 _SCALE_EXPONENT = tl.constexpr(FP4_SCALE_EXPONENT)
-IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # it knows no assembler
+_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # it knows no assembler
 
 # Four bytes to four low halves and four high halves, each behind the bits of a larger number, which is then subtracted.
 _EXPAND = """
@@ -62,34 +62,41 @@ _FP16_CENTERED = tl.constexpr(_EXPAND.format(offset="0x64006400", end=_FP16))
 _FP16_RAISED = tl.constexpr(_EXPAND.format(offset="0x64006400", end=_MOVE))
 
 
-# Eight bytes to eight pairs of floats, see `FP4_ORDER`: of the low halves four, then of the high ones.
+# A number of eight bytes to eight pairs of floats, see `FP4_ORDER`: of the low halves four, then of the high ones.
 _FLOATS = """
 {{
-.reg .b32 a, b, c, t;
-mov.b32 a, $8;
-mov.b32 b, $9;
+.reg .b32 a, b, c, s, t;
+mov.b64 {{a, b}}, $16;
 shf.l.wrap.b32 t, b, b, 2;
 lop3.b32 c, a, t, 0x60306030, 0xe4;
 {pairs}
 }}
 """
-_PAIRS = {
-    0: "mov.b32 t, a;",
-    1: "shl.b32 t, a, 6;",
-    2: "mov.b32 t, b;",
-    3: "shl.b32 t, b, 6;",
-    4: "shf.r.wrap.b32 t, a, a, 4;",
-    5: "shl.b32 t, c, 2;",
-    6: "shf.r.wrap.b32 t, b, b, 4;",
-    7: "shf.l.wrap.b32 t, c, c, 8;",
-}
-_AND = "and.b32 ${0}, t, 0x81c081c0;"
-_TO_FP16 = (
-    "and.b32 t, t, 0x81c081c0; and.b32 ${0}, t, 0x80008000; shl.b32 t, t, 3; lop3.b32 ${0}, t, 0x0e000e00, ${0}, 0xea;"
+_TO_PAIR = (
+    "mov.b32 t, a;",
+    "shl.b32 t, a, 6;",
+    "mov.b32 t, b;",
+    "shl.b32 t, b, 6;",
+    "shf.r.wrap.b32 t, a, a, 4;",
+    "shl.b32 t, c, 2;",
+    "shf.r.wrap.b32 t, b, b, 4;",
+    "shf.l.wrap.b32 t, c, c, 8;",
 )
-_BF16_FLOATS = tl.constexpr(_FLOATS.format(pairs="\n".join(to + _AND.format(i) for i, to in _PAIRS.items())))
-_FOUR, _EIGHT = tl.constexpr("=r,=r,=r,=r,r"), tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
-_FP16_FLOATS = tl.constexpr(_FLOATS.format(pairs="\n".join(to + _TO_FP16.format(i) for i, to in _PAIRS.items())))
+_TO_FP16 = "and.b32 s, t, 0x80008000; shl.b32 t, t, 3; lop3.b32 t, t, 0x0e000e00, s, 0xea;"
+
+
+def _floats(further: str = "") -> str:
+    """Return the instructions that make 16 floats of a number."""
+    pairs = (
+        f"{step} and.b32 t, t, 0x81c081c0; {further} mov.b32 {{${2 * i}, ${2 * i + 1}}}, t;"
+        for i, step in enumerate(_TO_PAIR)
+    )
+    return _FLOATS.format(pairs="\n".join(pairs))
+
+
+_BF16_FLOATS, _FP16_FLOATS = tl.constexpr(_floats()), tl.constexpr(_floats(_TO_FP16))
+_REGISTERS = tl.constexpr(",".join(["=h"] * 16 + ["l"]))
+_BF16S, _FP16S = tl.constexpr((tl.bfloat16,) * 16), tl.constexpr((tl.float16,) * 16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,49 +269,66 @@ def _padded(num_rows: int, tuning: Int4Tuning) -> int:
 
 
 @triton.jit
-def _interpreted_fp4(codes, dtype: tl.constexpr):
-    """Return what `expanded` returns of floats, by the steps of `_FLOATS` in words of numbers."""
+def _interpreted_fp4(words, dtype: tl.constexpr):
+    """Return the 16 floats of each number by the steps of `_FLOATS`, with their bias: there are no subnormal ones."""
     MASK: tl.constexpr = 0x81C081C0
-    words = tl.sum(tl.reshape(codes, (codes.numel // 4, 4)).to(tl.uint32) << (8 * tl.arange(0, 4))[None, :], 1)
-    a, b = tl.split(tl.reshape(words.to(tl.uint32), (codes.numel // 8, 2)))
+    a, b = (words & 0xFFFFFFFF).to(tl.uint32), ((words >> 32) & 0xFFFFFFFF).to(tl.uint32)
     c = (a & 0x60306030) | (((b << 2) | (b >> 30)) & 0x9FCF9FCF)
-    low = a & MASK, (a << 6) & MASK, b & MASK, (b << 6) & MASK
-    high = ((a >> 4) | (a << 28)) & MASK, (c << 2) & MASK, ((b >> 4) | (b << 28)) & MASK, ((c << 8) | (c >> 24)) & MASK
-    halves = ()
-    for half in tl.static_range(2):
-        pairs = low if half == 0 else high
-        first, second = tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3])
-        first, second = tl.join(first << 16, first & 0xFFFF0000), tl.join(second << 16, second & 0xFFFF0000)
-        value = tl.permute(tl.join(first, second), (0, 1, 3, 2)).to(tl.float32, bitcast=True)
-        power: tl.constexpr = 2.0**112 if dtype == tl.float16 else 1.0
-        halves += (tl.reshape(value * power, (codes.numel,)).to(dtype),)
-    return halves
+    pairs = a, a << 6, b, b << 6, (a >> 4) | (a << 28), c << 2, (b >> 4) | (b << 28), (c << 8) | (c >> 24)
+    values = ()
+    for pair in tl.static_range(8):
+        both = pairs[pair] & MASK
+        for number in tl.static_range(2):
+            bits = both << 16 if number == 0 else both & 0xFFFF0000
+            values += ((bits.to(tl.float32, bitcast=True) * 2.0**126).to(dtype),)
+    return values
+
+
+@triton.jit
+def _joined(values, first: tl.constexpr):
+    """Return eight of the floats of each number in the order of its bytes. Shapes: values [n] each; result [8 n]."""
+    of_input = ()
+    for number in tl.static_range(2):
+        of_first = tl.join(values[first + number], values[first + 4 + number])
+        of_second = tl.join(values[first + 2 + number], values[first + 6 + number])
+        of_input += (tl.join(of_first, of_second),)
+    return tl.reshape(tl.join(of_input[0], of_input[1]), (8 * values[0].numel,))
+
+
+@triton.jit
+def _expanded_fp4(words, dtype: tl.constexpr):
+    """Return what `expanded` returns, of floats."""
+    if _IS_INTERPRETED:
+        values = _interpreted_fp4(words, dtype)
+    elif dtype == tl.float16:
+        values = tl.inline_asm_elementwise(_FP16_FLOATS, _REGISTERS, [words], _FP16S, is_pure=True, pack=1)
+    else:
+        tl.static_assert(dtype == tl.bfloat16, "products of 4 bits are in bfloat16 or float16")
+        values = tl.inline_asm_elementwise(_BF16_FLOATS, _REGISTERS, [words], _BF16S, is_pure=True, pack=1)
+    return _joined(values, 0), _joined(values, 8)
 
 
 @triton.jit
 def expanded(codes, dtype: tl.constexpr, IS_CENTERED: tl.constexpr, IS_FP4: tl.constexpr):
     """Return the low and the high halves of bytes: integers less 8, or else plus the offset of `dtype`, or floats.
 
-    Floats lack the bias of an exponent: bfloat16 are 2^126 times too small, float16 2^14 times.
+    Floats are of int64, of eight bytes each, and lack the bias of an exponent, see `_unit`.
     """
-    if IS_INTERPRETED and IS_FP4:
-        halves = _interpreted_fp4(codes, dtype)
-    elif IS_INTERPRETED:
+    if IS_FP4:
+        halves = _expanded_fp4(codes, dtype)
+    elif _IS_INTERPRETED:
         offset: tl.constexpr = -8 if IS_CENTERED else 1024 if dtype == tl.float16 else 128
         halves = ((codes & 15).to(dtype) + offset).to(dtype), ((codes >> 4).to(dtype) + offset).to(dtype)
-    elif dtype == tl.float16 and IS_FP4:
-        halves = tl.inline_asm_elementwise(
-            _FP16_FLOATS, _EIGHT, [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=8
-        )
     elif dtype == tl.float16:
         half: tl.constexpr = _FP16_CENTERED if IS_CENTERED else _FP16_RAISED
-        halves = tl.inline_asm_elementwise(half, _FOUR, [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4)
+        halves = tl.inline_asm_elementwise(
+            half, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
     else:
         tl.static_assert(dtype == tl.bfloat16, "products of 4 bits are in bfloat16 or float16")
-        asm: tl.constexpr = _BF16_FLOATS if IS_FP4 else _BF16_CENTERED if IS_CENTERED else _BF16_RAISED
-        registers: tl.constexpr = _EIGHT if IS_FP4 else _FOUR
+        asm: tl.constexpr = _BF16_CENTERED if IS_CENTERED else _BF16_RAISED
         halves = tl.inline_asm_elementwise(
-            asm, registers, [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=8 if IS_FP4 else 4
+            asm, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
     return halves
 
@@ -312,8 +336,8 @@ def expanded(codes, dtype: tl.constexpr, IS_CENTERED: tl.constexpr, IS_FP4: tl.c
 @triton.jit
 def _unit(dtype: tl.constexpr, IS_FP4: tl.constexpr):
     """Return what sums of codes times scales are multiplied by: for floats, what both were changed by."""
-    of_floats: tl.constexpr = 2.0 ** (14 - _SCALE_EXPONENT) if dtype == tl.float16 else 2.0 ** (126 - _SCALE_EXPONENT)
-    return of_floats if IS_FP4 else 1.0
+    BIAS: tl.constexpr = 0 if _IS_INTERPRETED else 14 if dtype == tl.float16 else 126
+    return 2.0 ** (BIAS - _SCALE_EXPONENT) if IS_FP4 else 1.0
 
 
 @triton.jit
@@ -460,7 +484,8 @@ def _project_int4(
     FOLDS: tl.constexpr,
 ):
     strip, split = tl.program_id(0), tl.program_id(1)
-    SIZE: tl.constexpr = TILES * STRIPS * 2048
+    NUMBERS: tl.constexpr = 256 if IS_FP4 else 2048  # of a tile
+    SIZE: tl.constexpr = TILES * STRIPS * NUMBERS
     stride = padded_outputs * (2 if HAS_GATE else 1)  # of scales and zeros
     row, expert = tl.arange(0, ROWS), 0
     if HAS_EXPERTS:
@@ -475,7 +500,7 @@ def _project_int4(
         pair = tl.load(pairs + place, mask=row < num_rows, other=0, cache_modifier=".cg")
         x_row = (pair // CHOSEN if HAS_GATE else place).to(tl.int64)
         y_row = (place if HAS_GATE else pair).to(tl.int64)
-        codes += expert.to(tl.int64) * (stride // 64) * (num_tiles * 2048)
+        codes += expert.to(tl.int64) * (stride // 64) * (num_tiles * NUMBERS)
         scale += expert.to(tl.int64) * stride * num_groups
         zero += expert.to(tl.int64) * stride * num_groups
         bias += expert.to(tl.int64) * num_outputs * (2 if HAS_GATE else 1)
@@ -484,10 +509,10 @@ def _project_int4(
         y_row = x_row
         num_rows -= tl.program_id(2) * ROWS
     output = strip * (64 * STRIPS) + tl.arange(0, 64 * STRIPS)
-    place = tl.arange(0, SIZE)  # tile, strip, byte
-    place = place // (2048 * STRIPS) * 2048 + place // 2048 % STRIPS * (num_tiles * 2048) + place % 2048
-    tiles = codes + (strip * STRIPS).to(tl.int64) * (num_tiles * 2048) + place
-    up_tiles = tiles + (padded_outputs // 64).to(tl.int64) * (num_tiles * 2048)
+    place = tl.arange(0, SIZE)  # tile, strip, number
+    place = place // (NUMBERS * STRIPS) * NUMBERS + place // NUMBERS % STRIPS * (num_tiles * NUMBERS) + place % NUMBERS
+    tiles = codes + (strip * STRIPS).to(tl.int64) * (num_tiles * NUMBERS) + place
+    up_tiles = tiles + (padded_outputs // 64).to(tl.int64) * (num_tiles * NUMBERS)
     scale += output
     zero += output
     half_column = tl.arange(0, 32 * TILES)
@@ -532,12 +557,12 @@ def _project_int4(
             high_x = _rows(x_rows, tile * 64 + 32 + column, is_row, num_inputs, IS_EVEN)
             if PIECES > 1:
                 tile = tl.minimum(tile, num_tiles - TILES)  # past the end x is zero
-            piece = tl.load(tiles + tile * 2048)
+            piece = tl.load(tiles + tile * NUMBERS)
             fence_shared(OVERLAPS)
             by_output, by_zero = _of_piece(scales, index, PIECES), _of_piece(zeros, index, PIECES)
             total = _multiplied(total, piece, low_x, high_x, by_output, by_zero, HAS_ZERO, IS_FP4, FOLDS, TILES, STRIPS)
             if HAS_GATE:
-                piece = tl.load(up_tiles + tile * 2048)
+                piece = tl.load(up_tiles + tile * NUMBERS)
                 by_up, by_zero = _of_piece(up_scales, index, PIECES), _of_piece(up_zeros, index, PIECES)
                 up_total = _multiplied(
                     up_total, piece, low_x, high_x, by_up, by_zero, HAS_ZERO, IS_FP4, FOLDS, TILES, STRIPS
@@ -607,7 +632,8 @@ def _dequantize_int4(
     dtype: tl.constexpr = matrix.dtype.element_ty
     strip, tile = tl.program_id(0), tl.program_id(1) * TILES
     output = (first_strip + strip) * 64 + tl.arange(0, 64)
-    piece = tl.load(codes + ((first_strip + strip).to(tl.int64) * num_tiles + tile) * 2048 + tl.arange(0, TILES * 2048))
+    SIZE: tl.constexpr = 256 if IS_FP4 else 2048
+    piece = tl.load(codes + ((first_strip + strip).to(tl.int64) * num_tiles + tile) * SIZE + tl.arange(0, TILES * SIZE))
     by_output = _fetched(scale + output, tile, num_groups, stride, True, GROUP)
     by_zero = _fetched(zero + output, tile, num_groups, stride, HAS_ZERO, GROUP)
     LAST: tl.constexpr = len(by_output) - 1

@@ -14,9 +14,10 @@ from raypp.ops.weight import FP4, Weight
 TILE = 64
 """Outputs, and inputs, of a tile."""
 
-FP4_SCALE_EXPONENT = 100
-"""Scales of floats are multiplied by 2 to the power of it: a code without its bias is 2^126 times too small. Of 2^28
-and more they would be infinite.
+FP4_SCALE_EXPONENT = 80
+"""Scales of floats are multiplied by 2 to the power of it: a code without its bias is 2^126 times too small.
+
+Scales from 2^48 on would be infinite.
 """
 
 _PADDED_OUTPUTS = 128
@@ -64,11 +65,11 @@ class PackedInt4:
         byte of a tile   [warp 4][output mod 8][input / 2 mod 4][step of 16 inputs 2][half of a step 2]
                          [output / 8 mod 2][input mod 2]
 
-    Floats of 4 bits do not stay nibbles: in 8 bytes each bit lies where `FP4_ORDER` says, and scales are 2^100 times
-    what they were.
+    Floats of 4 bits do not stay nibbles: in 8 bytes, which are one number then, each bit lies where `FP4_ORDER` says,
+    and scales are 2^80 times what they were.
     """
 
-    codes: torch.Tensor  # [E * P * N' / 64, K' / 64, 2048] uint8
+    codes: torch.Tensor  # [E * P * N' / 64, K' / 64, 2048] uint8; of floats [.., 256] int64
     scale: torch.Tensor  # [E, C, P * N'] in 16 or 32 bits; of floats bfloat16 or float32
     zero: torch.Tensor | None  # [E, C, P * N'] uint8; None: 8
     group: int  # inputs that share a scale: 32, or a multiple of 64
@@ -127,12 +128,11 @@ def pack(weight: Weight, num_parts: int = 1) -> PackedInt4:
     data = F.pad(rows(weight.data.view(torch.uint8)), (0, (padded_inputs - num_inputs) // 2))
     scale, is_fp4 = weight.scale, weight.kind == "fp4"
     if is_fp4:  # powers of 2 are exact
-        type_ = torch.bfloat16 if scale.dtype in (torch.float8_e8m0fnu, torch.bfloat16) else torch.float32
-        scale = scale.to(type_) * 2.0**FP4_SCALE_EXPONENT
+        scale = (scale if scale.dtype == torch.bfloat16 else scale.float()) * 2.0**FP4_SCALE_EXPONENT
     tiles = [_tiles(piece) for piece in data.split(_PIECE_OUTPUTS)]
-    codes = torch.cat([_moved(each, FP4_ORDER) for each in tiles] if is_fp4 else tiles)
+    codes = torch.cat(tiles)
     return PackedInt4(
-        codes=codes,
+        codes=_moved(codes.view(torch.int64), FP4_ORDER) if is_fp4 else codes,
         scale=rows(scale).t().contiguous().unsqueeze(0),
         zero=None if weight.zero is None else rows(weight.zero).t().contiguous().unsqueeze(0),
         group=group,
@@ -156,9 +156,8 @@ def _tiles(data: torch.Tensor) -> torch.Tensor:
     return tiles
 
 
-def _moved(codes: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """Return bytes, of each 8 of which bit b is what bit order[b] was. Shapes: codes [..., 8 n]; result alike."""
-    words = codes.view(torch.int64)
+def _moved(words: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """Return int64 whose bit b is what bit order[b] was."""
     moved = torch.zeros_like(words)
     masks: dict[int, int] = defaultdict(int)
     for bit, source in enumerate(order):
@@ -166,14 +165,14 @@ def _moved(codes: torch.Tensor, order: list[int]) -> torch.Tensor:
     for places, mask in masks.items():
         part = words >> places if places > 0 else words << -places
         moved |= part & (mask - (1 << 64) if mask >> 63 else mask)
-    return moved.view(torch.uint8)
+    return moved
 
 
 def unpack(packed: PackedInt4) -> Weight:
     """Return what `pack` was given, but for the padding of its inputs. Not of experts."""
     tiles, scale = packed.codes, packed.scale[0].t()
     if packed.is_fp4:
-        tiles, scale = _moved(tiles, _inverse(FP4_ORDER)), scale * 2.0**-FP4_SCALE_EXPONENT
+        tiles, scale = _moved(tiles, _inverse(FP4_ORDER)).view(torch.uint8), scale * 2.0**-FP4_SCALE_EXPONENT
     tiles = tiles.view(-1, tiles.shape[1], 4, 8, 4, 2, 2, 2, 2)
     codes = torch.stack((tiles & 15, tiles >> 4))  # half, strip, tile, warp, g, t, step, h, r, e
     codes = codes.permute(1, 3, 8, 4, 2, 0, 6, 7, 5, 9).flatten(0, 3).flatten(1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -21,10 +23,17 @@ from raypp.ops.cuda import router_kernels, step_attention
 from raypp.ops.cuda.cuda_kernels import CudaKernels, CudaProjection, _log_dequantized
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.experts import ExpertCut, ExpertShape
-from raypp.ops.cuda.int4_products import Int4Product, Int4Tuning, int4_shared_bytes, project_int4
+from raypp.ops.cuda.int4_products import (
+    _BF16_FLOATS,
+    _FP16_FLOATS,
+    Int4Product,
+    Int4Tuning,
+    int4_shared_bytes,
+    project_int4,
+)
 from raypp.ops.cuda.invariant_attention import part_of, part_start
 from raypp.ops.cuda.kernel_launch import Device, Workspace
-from raypp.ops.cuda.packed_int4 import pack, unpack
+from raypp.ops.cuda.packed_int4 import FP4_ORDER, _moved, pack, unpack
 from raypp.ops.cuda.product_tuning import choose_projection, tune_fp8, tune_int4
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, shared_bytes
 from raypp.ops.state_sizes import RowState
@@ -485,6 +494,44 @@ def test_every_quantized_product_fits_shared_memory_and_workspace(shared_kib):
             int4 = Int4Product(pack(Weight(data, scale, block=(1, group)), 2 if is_gated else 1), is_gated=is_gated)
             for num_rows in (1, 8, 32, 33, 128, 256):
                 assert int4_shared_bytes(num_rows, int4, tune_int4(num_rows, int4, device)) <= device.shared_bytes
+
+
+def test_instructions_that_expand_floats():
+    """Carried out here, as no interpreter of Triton does: each number of eight bytes gives the 16 floats it was."""
+    nibbles = torch.randint(0, 256, (50, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    numbers = _moved(nibbles.view(torch.int64), FP4_ORDER)
+    for asm, low_bit in ((_BF16_FLOATS.value, 6), (_FP16_FLOATS.value, 9)):
+        for eight, number in zip(nibbles.tolist(), numbers.flatten().tolist(), strict=True):
+            codes = [byte & 15 for byte in eight] + [byte >> 4 for byte in eight]
+            assert floats_of(asm, number) == [(code >> 3) << 15 | (code & 7) << low_bit for code in codes]
+
+
+def floats_of(asm: str, number: int) -> list[int]:
+    """Return what registers $0 to $15 hold after the instructions of PTX."""
+    registers: dict[str, int] = {}
+    for instruction in re.findall(r"(?:mov|shl|shf|and|lop3)\.[^;]*;", asm):
+        name, *words = re.findall(r"0x\w+|[$\w.]+", instruction)
+        if name == "mov.b64":
+            registers[words[0]], registers[words[1]] = number & 0xFFFFFFFF, number >> 32 & 0xFFFFFFFF
+        elif name == "mov.b32" and len(words) == 3:
+            registers[words[0]], registers[words[1]] = registers[words[2]] & 0xFFFF, registers[words[2]] >> 16
+        else:
+            target, *operands = words
+            values = [registers[word] if word in registers else int(word, 0) for word in operands]
+            registers[target] = OPERATIONS[name](*values) & 0xFFFFFFFF
+    return [registers[f"${index}"] for index in range(16)]
+
+
+OPERATIONS: dict[str, Callable[..., int]] = {
+    "mov.b32": lambda a: a,
+    "and.b32": lambda a, b: a & b,
+    "shl.b32": lambda a, places: a << places,
+    "shf.l.wrap.b32": lambda a, b, places: a >> (32 - places) | b << places,
+    "shf.r.wrap.b32": lambda a, b, places: a >> places | b << (32 - places),
+    "lop3.b32": lambda a, b, c, table: sum(
+        (table >> (4 * (a >> bit & 1) + 2 * (b >> bit & 1) + (c >> bit & 1)) & 1) << bit for bit in range(32)
+    ),
+}
 
 
 def test_packed_codes_unpack():
