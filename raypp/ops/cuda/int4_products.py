@@ -287,12 +287,10 @@ def _interpreted_fp4(words, dtype: tl.constexpr):
 @triton.jit
 def _joined(values, first: tl.constexpr):
     """Return eight of the floats of each number in the order of its bytes. Shapes: values [n] each; result [8 n]."""
-    of_input = ()
-    for number in tl.static_range(2):
-        of_first = tl.join(values[first + number], values[first + 4 + number])
-        of_second = tl.join(values[first + 2 + number], values[first + 6 + number])
-        of_input += (tl.join(of_first, of_second),)
-    return tl.reshape(tl.join(of_input[0], of_input[1]), (8 * values[0].numel,))
+    v, i = values, first
+    of_first = tl.join(tl.join(v[i], v[i + 4]), tl.join(v[i + 2], v[i + 6]))  # of two inputs the first
+    of_second = tl.join(tl.join(v[i + 1], v[i + 5]), tl.join(v[i + 3], v[i + 7]))
+    return tl.reshape(tl.join(of_first, of_second), (8 * v[0].numel,))
 
 
 @triton.jit
