@@ -285,9 +285,8 @@ def _interpreted_fp4(words, dtype: tl.constexpr):
 
 
 @triton.jit
-def _joined(values, first: tl.constexpr):
-    """Return eight of the floats of each number in the order of its bytes. Shapes: values [n] each; result [8 n]."""
-    v, i = values, first
+def _joined(v, i: tl.constexpr):
+    """Return eight of each number's floats, from the i-th on, in the order of its bytes. Shapes: v [n] each; [8 n]."""
     of_first = tl.join(tl.join(v[i], v[i + 4]), tl.join(v[i + 2], v[i + 6]))  # of two inputs the first
     of_second = tl.join(tl.join(v[i + 1], v[i + 5]), tl.join(v[i + 3], v[i + 7]))
     return tl.reshape(tl.join(of_first, of_second), (8 * v[0].numel,))
