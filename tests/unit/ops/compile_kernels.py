@@ -416,20 +416,20 @@ def call_experts(workspace: Workspace) -> None:
         layer = CudaExperts(router[0], 1e-6, Router(router, routing), weights, DEVICE, workspace)
         for rows in (1, 64):
             layer(torch.empty(rows, 2048, dtype=BF16))
-    of_gpt_oss = torch.empty(32, 2880, dtype=BF16), torch.empty(32, 1440, dtype=BF16)
+    of_gpt_oss = torch.empty(32, 5760, dtype=BF16), torch.empty(32, 2880, dtype=BF16)
     gate_up, down = (
         Weight(
-            torch.empty(32, outputs, 720, dtype=torch.uint8, device="meta").view(FP4),
-            torch.empty(32, outputs, 45, dtype=torch.float8_e8m0fnu, device="meta"),
+            torch.empty(32, outputs, 1440, dtype=torch.uint8, device="meta").view(FP4),
+            torch.empty(32, outputs, 90, dtype=torch.float8_e8m0fnu, device="meta"),
             block=(1, 32),
         )
-        for outputs in (2880, 1440)
+        for outputs in (5760, 2880)
     )
     weights = ExpertWeights(gate_up, down, *of_gpt_oss, Gate(1.702, 7.0, 1.0))
     experts = CudaChosenExperts(weights, BF16, DEVICE, workspace)
-    for rows in (1, 64, 1024):
+    for rows in numbers_of_rows((1, 64, 1024), (2, 4, 8, 16, 128, 256)):
         chosen = torch.zeros(rows, 4, dtype=torch.int32)
-        experts(torch.empty(rows, 1440, dtype=BF16), chosen, torch.zeros(rows, 4))
+        experts(torch.empty(rows, 2880, dtype=BF16), chosen, torch.zeros(rows, 4))
 
 
 def call_quantized(workspace: Workspace) -> None:
