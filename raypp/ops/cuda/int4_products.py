@@ -20,7 +20,7 @@ import triton.language as tl
 
 from raypp.ops.backend import SILU, Gate
 from raypp.ops.cuda.between_products import as_stored, constants_of, gated
-from raypp.ops.cuda.kernel_launch import Device, Workspace, fence_shared, start
+from raypp.ops.cuda.kernel_launch import IS_INTERPRETED, Device, Workspace, fence_shared, finished, start
 from raypp.ops.cuda.packed_int4 import FP4_SCALE_EXPONENT, TILE, PackedInt4
 from raypp.ops.cuda.projection import load_vector, sums_of_splits
 from raypp.ops.cuda.router_kernels import Arranged
@@ -28,7 +28,6 @@ from raypp.ops.cuda.router_kernels import Arranged
 _MOST_ROWS_OF_A_TILE = 128
 _LEAST_ROWS_OF_A_TILE = 16  # for 8, Triton takes products of a warp, for which codes would move between threads
 _SCALE_EXPONENT = tl.constexpr(FP4_SCALE_EXPONENT)
-_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # it knows no assembler
 
 # Four bytes to four low halves and four high halves, each behind the bits of a larger number, which is then subtracted.
 _EXPAND = """
@@ -295,7 +294,7 @@ def _joined(v, i: tl.constexpr):
 @triton.jit
 def _expanded_fp4(words, dtype: tl.constexpr):
     """Return what `expanded` returns, of floats."""
-    if _IS_INTERPRETED:
+    if IS_INTERPRETED:
         values = _interpreted_fp4(words, dtype)
     elif dtype == tl.float16:
         values = tl.inline_asm_elementwise(_FP16_FLOATS, _REGISTERS, [words], _FP16S, is_pure=True, pack=1)
@@ -313,7 +312,7 @@ def expanded(codes, dtype: tl.constexpr, IS_CENTERED: tl.constexpr, IS_FP4: tl.c
     """
     if IS_FP4:
         halves = _expanded_fp4(codes, dtype)
-    elif _IS_INTERPRETED:
+    elif IS_INTERPRETED:
         offset: tl.constexpr = -8 if IS_CENTERED else 1024 if dtype == tl.float16 else 128
         halves = ((codes & 15).to(dtype) + offset).to(dtype), ((codes >> 4).to(dtype) + offset).to(dtype)
     elif dtype == tl.float16:
@@ -333,7 +332,7 @@ def expanded(codes, dtype: tl.constexpr, IS_CENTERED: tl.constexpr, IS_FP4: tl.c
 @triton.jit
 def _unit(dtype: tl.constexpr, IS_FP4: tl.constexpr):
     """Return what sums of codes times scales are multiplied by: for floats, what both were changed by."""
-    BIAS: tl.constexpr = 0 if _IS_INTERPRETED else 14 if dtype == tl.float16 else 126
+    BIAS: tl.constexpr = 0 if IS_INTERPRETED else 14 if dtype == tl.float16 else 126
     return 2.0 ** (BIAS - _SCALE_EXPONENT) if IS_FP4 else 1.0
 
 
@@ -347,11 +346,18 @@ def _matrix(bytes_of_tiles, TILES: tl.constexpr, STRIPS: tl.constexpr):
 
 
 @triton.jit
+def _side_by_side(low, high):
+    """Return both halves as one operand, [n, 64 TILES]. Shapes: low and high [n, 32 TILES]."""
+    TILES: tl.constexpr = low.shape[1] // 32
+    halves = tl.permute(tl.reshape(tl.join(low, high), (low.shape[0], TILES, 32, 2)), (0, 1, 3, 2))
+    return tl.reshape(halves, (low.shape[0], 64 * TILES))
+
+
+@triton.jit
 def _multiplied(
     total,
     codes,
-    low_x,
-    high_x,
+    x,
     scale,
     zero,
     HAS_ZERO: tl.constexpr,
@@ -362,25 +368,25 @@ def _multiplied(
 ):
     """Return a total with the products of one more piece.
 
-    Scale and zero are those of the piece's outputs, or a pair: of low and of high halves.
+    Scale and zero are those of the piece's outputs, or a pair: of low and of high halves. So is x, see `_rows`.
     """
     LAST: tl.constexpr = len(scale) - 1
-    low, high = expanded(codes, low_x.dtype, not HAS_ZERO, IS_FP4)
+    dtype: tl.constexpr = x[0].dtype
+    low, high = expanded(codes, dtype, not HAS_ZERO, IS_FP4)
     low, high = _matrix(low, TILES, STRIPS), _matrix(high, TILES, STRIPS)
     if HAS_ZERO:
-        offset: tl.constexpr = 1024 if low_x.dtype == tl.float16 else 128
-        low -= (zero[0].to(tl.float32) + offset).to(low.dtype)[:, None]
-        high -= (zero[LAST].to(tl.float32) + offset).to(low.dtype)[:, None]
+        offset: tl.constexpr = 1024 if dtype == tl.float16 else 128
+        low -= (zero[0].to(tl.float32) + offset).to(dtype)[:, None]
+        high -= (zero[LAST].to(tl.float32) + offset).to(dtype)[:, None]
     if FOLDS:
-        low, high = low * scale[0].to(low.dtype)[:, None], high * scale[LAST].to(low.dtype)[:, None]
-        return tl.dot(high, tl.trans(high_x), tl.dot(low, tl.trans(low_x), total))
-    part = tl.dot(low, tl.trans(low_x))
-    if LAST > 0:
-        total += part * scale[0].to(tl.float32)[:, None]
-        part = tl.dot(high, tl.trans(high_x))
+        low, high = low * scale[0].to(dtype)[:, None], high * scale[LAST].to(dtype)[:, None]
+        total = finished(tl.dot(_side_by_side(low, high), tl.trans(x[0]), total))
+    elif LAST == 0:
+        total += tl.dot(_side_by_side(low, high), tl.trans(x[0])) * scale[0].to(tl.float32)[:, None]
     else:
-        part = tl.dot(high, tl.trans(high_x), part)
-    return total + part * scale[LAST].to(tl.float32)[:, None]
+        total += tl.dot(low, tl.trans(x[0])) * scale[0].to(tl.float32)[:, None]
+        total += tl.dot(high, tl.trans(x[1])) * scale[1].to(tl.float32)[:, None]
+    return total
 
 
 @triton.jit
@@ -428,15 +434,24 @@ def _of_piece(found, piece: tl.constexpr, PIECES: tl.constexpr):
 
 
 @triton.jit
-def _rows(x, column, is_row, num_inputs, IS_EVEN: tl.constexpr):
-    """Return a piece of a tile of x, zeros past its rows. Shapes: x [ROWS, 1] pointers; is_row [ROWS, 1]; column [n].
+def _rows(x, first, is_row, num_inputs, TILES: tl.constexpr, HAS_HALVES: tl.constexpr, IS_EVEN: tl.constexpr):
+    """Return a piece of a tile of x from an input on, zeros past its rows. Shapes: x [ROWS, 1] pointers; is_row alike.
 
-    Past the end nothing is read: many programs read x, and one row again and again is slow.
+    What low halves of bytes are multiplied with may be apart from what high ones are. Past the end nothing is read:
+    many programs read x, and one row again and again is slow.
     """
+    index = tl.arange(0, (32 if HAS_HALVES else 64) * TILES)
+    column = first + (index // 32 * 64 + index % 32 if HAS_HALVES else index)
     inside = is_row
     if not IS_EVEN:
         inside = is_row & (column < num_inputs)[None, :]
-    return tl.load(x + column[None, :], mask=inside, other=0.0)
+    found = (tl.load(x + column[None, :], mask=inside, other=0.0),)
+    if HAS_HALVES:
+        column += 32
+        if not IS_EVEN:
+            inside = is_row & (column < num_inputs)[None, :]
+        found += (tl.load(x + column[None, :], mask=inside, other=0.0),)
+    return found
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # one kernel for all that fit a tile
@@ -512,8 +527,7 @@ def _project_int4(
     up_tiles = tiles + (padded_outputs // 64).to(tl.int64) * (num_tiles * NUMBERS)
     scale += output
     zero += output
-    half_column = tl.arange(0, 32 * TILES)
-    column = half_column // 32 * 64 + half_column % 32  # of the low halves; the high ones lie 32 inputs behind
+    HAS_HALVES: tl.constexpr = GROUP == 32 and not FOLDS
     x_rows, is_row = x + x_row[:, None] * num_inputs, (row < num_rows)[:, None]
     split_tiles = tl.cdiv(tl.cdiv(num_tiles, TILES * PIECES), SPLITS) * (TILES * PIECES)
     first = split * split_tiles
@@ -550,19 +564,18 @@ def _project_int4(
             )
         for index in tl.static_range(PIECES):
             tile = begin + index * TILES
-            low_x = _rows(x_rows, tile * 64 + column, is_row, num_inputs, IS_EVEN)
-            high_x = _rows(x_rows, tile * 64 + 32 + column, is_row, num_inputs, IS_EVEN)
+            piece_of_x = _rows(x_rows, tile * 64, is_row, num_inputs, TILES, HAS_HALVES, IS_EVEN)
             if PIECES > 1:
                 tile = tl.minimum(tile, num_tiles - TILES)  # past the end x is zero
             piece = tl.load(tiles + tile * NUMBERS)
             fence_shared(OVERLAPS)
             by_output, by_zero = _of_piece(scales, index, PIECES), _of_piece(zeros, index, PIECES)
-            total = _multiplied(total, piece, low_x, high_x, by_output, by_zero, HAS_ZERO, IS_FP4, FOLDS, TILES, STRIPS)
+            total = _multiplied(total, piece, piece_of_x, by_output, by_zero, HAS_ZERO, IS_FP4, FOLDS, TILES, STRIPS)
             if HAS_GATE:
                 piece = tl.load(up_tiles + tile * NUMBERS)
                 by_up, by_zero = _of_piece(up_scales, index, PIECES), _of_piece(up_zeros, index, PIECES)
                 up_total = _multiplied(
-                    up_total, piece, low_x, high_x, by_up, by_zero, HAS_ZERO, IS_FP4, FOLDS, TILES, STRIPS
+                    up_total, piece, piece_of_x, by_up, by_zero, HAS_ZERO, IS_FP4, FOLDS, TILES, STRIPS
                 )
         scales, zeros = next_scales, next_zeros
         if HAS_GATE:

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # it knows no assembler
+
 NUM_COUNTERS = 1 << 16
 
 
@@ -128,6 +130,18 @@ def fence_shared(OVERLAPS: tl.constexpr):
         tl.inline_asm_elementwise(
             "fence.proxy.async.shared::cta; // own fence $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def finished(total):
+    """Return a sum of products that goes on in the next turn of a loop, once tensor cores have read its operands.
+
+    Operands in registers need it on compute capability 9.0: Triton (3.6, 3.7) awaits such a product in the next turn
+    only, when that turn's operands may lie in the same registers (triton-lang/triton issue 9433).
+    """
+    if not IS_INTERPRETED:
+        total = tl.inline_asm_elementwise("", "=r,0", [total], dtype=tl.float32, is_pure=True, pack=1)
+    return total
 
 
 @triton.jit

@@ -159,6 +159,7 @@ def resources(kernel: Any) -> dict[str, Any]:
     code = kernel.asm["ptx"]
     return {
         "refills_too_early": refills_too_early(kernel.asm["ttgir"]),
+        "overwrites_operands": overwrites_operands(kernel.asm["ttgir"]),
         "registers": int(found[1]),
         "stack_bytes": int(found[2]),
         "shared_bytes": kernel.metadata.shared,
@@ -187,6 +188,22 @@ def refills_too_early(code: str) -> bool:
     while viewed := {name for name in read if name in views}:
         read = (read - viewed) | {views[name] for name in viewed}
     return len({slots[name] for name in read if name in slots}) > 1
+
+
+def overwrites_operands(code: str) -> bool:
+    """Return whether a product whose operand lies in registers is still under way where a loop begins anew.
+
+    The next turn's operand may lie in the same registers: see `finished` of raypp.ops.cuda.kernel_launch.
+    """
+    is_under_way = False
+    for line in code.splitlines():
+        if re.search(r"ttng\.warp_group_dot .*isAsync = true.* : tensor<", line):
+            is_under_way = True
+        elif re.search(r"ttng\.warp_group_dot_wait .*pendings = 0", line):
+            is_under_way = False
+        elif "scf.yield" in line and is_under_way:
+            return True
+    return False
 
 
 def in_8_bits(num_outputs: int, num_inputs: int, norm_eps: float | None = None, is_gated: bool = False) -> Any:

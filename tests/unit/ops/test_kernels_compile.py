@@ -111,6 +111,7 @@ def test_kernels_compile(tmp_path: Path, capability: int) -> None:
         assert kernel["stack_bytes"] <= allowed, kernel
         assert kernel["shared_bytes"] <= SHARED_KB[capability] << 10, kernel
         assert not kernel["refills_too_early"], kernel
+        assert not kernel["overwrites_operands"], kernel  # see `kernel_launch.finished`
         assert not kernel["lacks_fence"], kernel  # see `kernel_launch.fence_shared`
         if kernel["width"] == IS_INVARIANT:
             others = [other for other in kernels if other["kernel"] == kernel["kernel"]]
