@@ -89,6 +89,7 @@ class StageStep:
             if is_last:
                 choice.greedy(AdjustedLogits(model.compute_logits(hidden[ends_at] if prompts else hidden)))
 
+        self.step = step  # a graph reads the tensors that it holds
         self.run: Callable[[], object] = step
         if prompts:
             step()

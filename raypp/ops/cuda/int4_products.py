@@ -390,7 +390,7 @@ def _multiplied(
 
 
 @triton.jit
-def _fetched(by_group, tile, num_groups, stride, IS_THERE: tl.constexpr, GROUP: tl.constexpr):
+def _fetched(by_group, tile, num_groups, stride, IS_THERE: tl.constexpr, GROUP: tl.constexpr, STRIPS: tl.constexpr):
     """Return the scales or zeros of a piece's outputs: one vector, or one of low and one of high halves.
 
     They stay as they are stored: a conversion would wait for them.
@@ -399,9 +399,21 @@ def _fetched(by_group, tile, num_groups, stride, IS_THERE: tl.constexpr, GROUP: 
         found = ()
     elif GROUP == 32:
         low, high = tl.minimum(2 * tile, num_groups - 1), tl.minimum(2 * tile + 1, num_groups - 1)
-        found = tl.load(by_group + low * stride), tl.load(by_group + high * stride)
+        found = _of_outputs(by_group + low * stride, STRIPS), _of_outputs(by_group + high * stride, STRIPS)
     else:
-        found = (tl.load(by_group + tl.minimum(tile * 64 // GROUP, num_groups - 1) * stride),)
+        found = (_of_outputs(by_group + tl.minimum(tile * 64 // GROUP, num_groups - 1) * stride, STRIPS),)
+    return found
+
+
+@triton.jit
+def _of_outputs(by_output, STRIPS: tl.constexpr):
+    """Return what lies at pointers and, with two strips, 64 further.
+
+    Two loads, since values of which each thread loads one would have to be moved to those that multiply by them.
+    """
+    found = tl.load(by_output)
+    if STRIPS == 2:
+        found = tl.reshape(tl.permute(tl.join(found, tl.load(by_output + 64)), (1, 0)), (128,))
     return found
 
 
@@ -414,12 +426,13 @@ def _all_fetched(
     IS_THERE: tl.constexpr,
     GROUP: tl.constexpr,
     TILES: tl.constexpr,
+    STRIPS: tl.constexpr,
     PIECES: tl.constexpr,
 ):
     """Return what `_fetched` returns for some pieces, one after the other."""
     found = ()
     for piece in tl.static_range(PIECES):
-        found += _fetched(by_group, tile + piece * TILES, num_groups, stride, IS_THERE, GROUP)
+        found += _fetched(by_group, tile + piece * TILES, num_groups, stride, IS_THERE, GROUP, STRIPS)
     return found
 
 
@@ -525,8 +538,9 @@ def _project_int4(
     place = place // (NUMBERS * STRIPS) * NUMBERS + place // NUMBERS % STRIPS * (num_tiles * NUMBERS) + place % NUMBERS
     tiles = codes + (strip * STRIPS).to(tl.int64) * (num_tiles * NUMBERS) + place
     up_tiles = tiles + (padded_outputs // 64).to(tl.int64) * (num_tiles * NUMBERS)
-    scale += output
-    zero += output
+    scale += strip * (64 * STRIPS) + tl.arange(0, 64)
+    zero += strip * (64 * STRIPS) + tl.arange(0, 64)
+    up_scale, up_zero = scale + padded_outputs, zero + padded_outputs
     HAS_HALVES: tl.constexpr = GROUP == 32 and not FOLDS
     x_rows, is_row = x + x_row[:, None] * num_inputs, (row < num_rows)[:, None]
     split_tiles = tl.cdiv(tl.cdiv(num_tiles, TILES * PIECES), SPLITS) * (TILES * PIECES)
@@ -539,13 +553,13 @@ def _project_int4(
     addend = load_vector(bias, output, num_outputs, HAS_BIAS)
     up_addend = addend
     # Scales are loaded one round ahead here: the compiler does that for the codes alone.
-    scales = _all_fetched(scale, first, num_groups, stride, True, GROUP, TILES, PIECES)
-    zeros = _all_fetched(zero, first, num_groups, stride, HAS_ZERO, GROUP, TILES, PIECES)
+    scales = _all_fetched(scale, first, num_groups, stride, True, GROUP, TILES, STRIPS, PIECES)
+    zeros = _all_fetched(zero, first, num_groups, stride, HAS_ZERO, GROUP, TILES, STRIPS, PIECES)
     up_scales, up_zeros = scales, zeros
     if HAS_GATE:
         up_addend = load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
-        up_scales = _all_fetched(scale + padded_outputs, first, num_groups, stride, True, GROUP, TILES, PIECES)
-        up_zeros = _all_fetched(zero + padded_outputs, first, num_groups, stride, HAS_ZERO, GROUP, TILES, PIECES)
+        up_scales = _all_fetched(up_scale, first, num_groups, stride, True, GROUP, TILES, STRIPS, PIECES)
+        up_zeros = _all_fetched(up_zero, first, num_groups, stride, HAS_ZERO, GROUP, TILES, STRIPS, PIECES)
     if not (HAS_EXPERTS and HAS_GATE):
         start(OVERLAPS)
     y_cell = y_row[:, None] * num_outputs + output[None, :]
@@ -555,13 +569,11 @@ def _project_int4(
         before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
     for begin in range(first, last, TILES * PIECES):
         later = begin + TILES * PIECES
-        next_scales = _all_fetched(scale, later, num_groups, stride, True, GROUP, TILES, PIECES)
-        next_zeros = _all_fetched(zero, later, num_groups, stride, HAS_ZERO, GROUP, TILES, PIECES)
+        next_scales = _all_fetched(scale, later, num_groups, stride, True, GROUP, TILES, STRIPS, PIECES)
+        next_zeros = _all_fetched(zero, later, num_groups, stride, HAS_ZERO, GROUP, TILES, STRIPS, PIECES)
         if HAS_GATE:
-            next_up_scales = _all_fetched(scale + padded_outputs, later, num_groups, stride, True, GROUP, TILES, PIECES)
-            next_up_zeros = _all_fetched(
-                zero + padded_outputs, later, num_groups, stride, HAS_ZERO, GROUP, TILES, PIECES
-            )
+            next_up_scales = _all_fetched(up_scale, later, num_groups, stride, True, GROUP, TILES, STRIPS, PIECES)
+            next_up_zeros = _all_fetched(up_zero, later, num_groups, stride, HAS_ZERO, GROUP, TILES, STRIPS, PIECES)
         for index in tl.static_range(PIECES):
             tile = begin + index * TILES
             piece_of_x = _rows(x_rows, tile * 64, is_row, num_inputs, TILES, HAS_HALVES, IS_EVEN)
@@ -644,8 +656,8 @@ def _dequantize_int4(
     output = (first_strip + strip) * 64 + tl.arange(0, 64)
     SIZE: tl.constexpr = 256 if IS_FP4 else 2048
     piece = tl.load(codes + ((first_strip + strip).to(tl.int64) * num_tiles + tile) * SIZE + tl.arange(0, TILES * SIZE))
-    by_output = _fetched(scale + output, tile, num_groups, stride, True, GROUP)
-    by_zero = _fetched(zero + output, tile, num_groups, stride, HAS_ZERO, GROUP)
+    by_output = _fetched(scale + output, tile, num_groups, stride, True, GROUP, 1)
+    by_zero = _fetched(zero + output, tile, num_groups, stride, HAS_ZERO, GROUP, 1)
     LAST: tl.constexpr = len(by_output) - 1
     start(OVERLAPS)  # what is written here, earlier kernels may read
     low, high = expanded(piece, dtype, not HAS_ZERO, IS_FP4)
