@@ -32,7 +32,7 @@ import triton.language as tl
 from raypp.errors import ConfigError
 from raypp.ops.attention import Heads, Rotation
 from raypp.ops.cuda.between_products import as_stored, narrowed
-from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, finished, start
+from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
 from raypp.ops.kv_cache import FP8, LayerCache
 
 _MAX_SPLITS = 16
@@ -392,7 +392,7 @@ def attend(queries, keys, values, is_visible, scale_log2, cap_log2, highest, tot
     """Take keys and values into a running softmax: its highest score, its sum, its weighted values."""
     scores = tl.dot(queries, tl.trans(keys))
     highest, total, weights, shrink = _soften(scores, is_visible, scale_log2, cap_log2, highest, total, HAS_CAP)
-    return highest, total, finished(weighted * shrink + tl.dot(weights.to(values.dtype), values))
+    return highest, total, weighted * shrink + tl.dot(weights.to(values.dtype), values)
 
 
 @triton.jit
@@ -417,8 +417,7 @@ def _attend_words(
     highest, total, weights, shrink = _soften(scores, is_visible, scale_log2, cap_log2, highest, total, HAS_CAP)
     even_values, odd_values = _halves(values, even_queries.dtype, HALVES_ASM)
     weights = weights.to(even_values.dtype)
-    even, odd = tl.dot(weights, even_values, even * shrink), tl.dot(weights, odd_values, odd * shrink)
-    return highest, total, finished(even), finished(odd)
+    return highest, total, tl.dot(weights, even_values, even * shrink), tl.dot(weights, odd_values, odd * shrink)
 
 
 @triton.jit

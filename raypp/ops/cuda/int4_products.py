@@ -454,15 +454,10 @@ def _rows(x, first, is_row, num_inputs, TILES: tl.constexpr, HAS_HALVES: tl.cons
     many programs read x, and one row again and again is slow.
     """
     index = tl.arange(0, (32 if HAS_HALVES else 64) * TILES)
-    column = first + (index // 32 * 64 + index % 32 if HAS_HALVES else index)
-    inside = is_row
-    if not IS_EVEN:
-        inside = is_row & (column < num_inputs)[None, :]
-    found = (tl.load(x + column[None, :], mask=inside, other=0.0),)
-    if HAS_HALVES:
-        column += 32
-        if not IS_EVEN:
-            inside = is_row & (column < num_inputs)[None, :]
+    found = ()
+    for half in tl.static_range(2 if HAS_HALVES else 1):
+        column = first + (index // 32 * 64 + index % 32 + 32 * half if HAS_HALVES else index)
+        inside = is_row if IS_EVEN else is_row & (column < num_inputs)[None, :]
         found += (tl.load(x + column[None, :], mask=inside, other=0.0),)
     return found
 

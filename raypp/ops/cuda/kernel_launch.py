@@ -134,10 +134,10 @@ def fence_shared(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def finished(total):
-    """Return a sum of products that goes on in the next turn of a loop, once tensor cores have read its operands.
+    """Return a sum of products that a loop goes on with, once tensor cores have read its operands.
 
-    Operands in registers need it on compute capability 9.0: Triton (3.6, 3.7) awaits such a product in the next turn
-    only, when that turn's operands may lie in the same registers (triton-lang/triton issue 9433).
+    Compute capability 9.0 reads operands from registers, and ptxas before 13.3 may put what the loop's next turn does
+    first into the same ones (triton-lang/triton issue 9433); Triton 3.7 has 12.8.
     """
     if not IS_INTERPRETED:
         total = tl.inline_asm_elementwise("", "=r,0", [total], dtype=tl.float32, is_pure=True, pack=1)

@@ -25,7 +25,7 @@ import triton.language as tl
 from raypp.errors import ConfigError
 from raypp.ops.attention import LatentHeads, Rotation
 from raypp.ops.cuda.between_products import narrowed
-from raypp.ops.cuda.kernel_launch import Device, Workspace, finished, start
+from raypp.ops.cuda.kernel_launch import Device, Workspace, start
 from raypp.ops.kv_cache import FP8, LayerCache
 
 _MOST_QUERIES = 64  # of a program: their weighted latents are its registers
@@ -392,7 +392,7 @@ def _decode_latents(
             weights = tl.exp2(scores - new_highest[:, None])
             shrink = tl.exp2(highest - new_highest)
             highest, total = new_highest, total * shrink + tl.sum(weights, 1)
-            weighted = finished(tl.dot(weights.to(dtype), latents, weighted * shrink[:, None]))
+            weighted = tl.dot(weights.to(dtype), latents, weighted * shrink[:, None])
         total = tl.where(total > 0.0, total, 1.0)  # rows without a token, which pad graphs, sum nothing
         result = weighted * (v_scale / total)[:, None]
         if IS_SPLIT:

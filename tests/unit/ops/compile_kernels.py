@@ -149,17 +149,20 @@ def resources(kernel: Any) -> dict[str, Any]:
 
     And the kinds of its products: how many inputs an instruction sums, in an order of its own.
     """
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        printed = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        printed, machine_code = (
+            subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
+            for command in ([tools / "cuobjdump", "-res-usage"], [tools / "nvdisasm", "-c"])
+        )
     found = re.search(r"REG:(\d+) STACK:(\d+)", printed)
     assert found, printed
     code = kernel.asm["ptx"]
     return {
         "refills_too_early": refills_too_early(kernel.asm["ttgir"]),
-        "overwrites_operands": overwrites_operands(kernel.asm["ttgir"]),
+        "overwrites_operands": overwrites_operands(machine_code),
         "registers": int(found[1]),
         "stack_bytes": int(found[2]),
         "shared_bytes": kernel.metadata.shared,
@@ -191,18 +194,41 @@ def refills_too_early(code: str) -> bool:
 
 
 def overwrites_operands(code: str) -> bool:
-    """Return whether a product whose operand lies in registers is still under way where a loop begins anew.
+    """Return whether a loop writes registers that a product under way reads, in this turn or the one before.
 
-    The next turn's operand may lie in the same registers: see `finished` of raypp.ops.cuda.kernel_launch.
+    See `finished` of raypp.ops.cuda.kernel_launch. Takes what nvdisasm prints.
     """
-    is_under_way = False
+    instructions, places = [], dict[str, int]()
     for line in code.splitlines():
-        if re.search(r"ttng\.warp_group_dot .*isAsync = true.* : tensor<", line):
-            is_under_way = True
-        elif re.search(r"ttng\.warp_group_dot_wait .*pendings = 0", line):
-            is_under_way = False
-        elif "scf.yield" in line and is_under_way:
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            places[label[1]] = len(instructions)
+        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?(.*?) ;", line):
+            instructions.append(found[1])
+    for end, instruction in enumerate(instructions):
+        jump = re.search(r"BRA `\((\.L_x_\d+)\)", instruction)
+        if jump and places.get(jump[1], end) < end and _writes_what_is_read(instructions[places[jump[1]] : end] * 2):
             return True
+    return False
+
+
+def _writes_what_is_read(instructions: list[str]) -> bool:
+    """Return whether instructions, one after the other, write registers that a product under way reads."""
+    under_way, begun = list[set[int]](), set[int]()  # of groups of products that are awaited together
+    for instruction in instructions:
+        name, _, operands = instruction.partition(" ")
+        written = re.match(r"R(\d+)", operands)
+        if name.startswith("HGMMA"):
+            if read := re.match(r"R\d+, R(\d+)", operands):
+                begun.update(range(int(read[1]), int(read[1]) + 4))
+            if "gsb0" in operands:
+                under_way.append(begun)
+                begun = set()
+        elif awaited := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)", instruction):
+            under_way = under_way[max(0, len(under_way) - int(awaited[1], 16)) :]
+        elif written:
+            width = 4 if ".128" in name or name.endswith(".4") else 2 if ".64" in name or ".WIDE" in name else 1
+            if begun.union(*under_way) & set(range(int(written[1]), int(written[1]) + width)):
+                return True
     return False
 
 
