@@ -64,8 +64,8 @@ def _measure(members: Any, device: torch.device, args: argparse.Namespace) -> di
     return figures
 
 
-def capture(members: Any, rows: int, hidden: int, way: Way, device: torch.device) -> tuple[Any, torch.Tensor]:
-    """Return a graph of sums, and where its output is."""
+def capture(members: Any, rows: int, hidden: int, way: Way, device: torch.device) -> tuple[Any, torch.Tensor, Any]:
+    """Return a graph of sums, where its output is, and what is to be kept for it."""
     given = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(members.rank)).to(device, torch.bfloat16)
     zeros = torch.zeros_like(given)
 
@@ -81,12 +81,12 @@ def capture(members: Any, rows: int, hidden: int, way: Way, device: torch.device
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         x = sums()
-    return graph, x
+    return graph, x, sums
 
 
 def sum_us(members: Any, rows: int, hidden: int, way: Way, device: torch.device) -> float:
     """Return the microseconds of a sum and the small kernel after it; the sum is checked."""
-    graph, x = capture(members, rows, hidden, way, device)
+    graph, x, _kept = capture(members, rows, hidden, way, device)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(21)]
     for _ in range(3):
         graph.replay()
@@ -102,7 +102,7 @@ def sum_us(members: Any, rows: int, hidden: int, way: Way, device: torch.device)
 
 
 def _replay(members: Any, replays: int, hidden: int, device: torch.device) -> float:
-    graph, x = capture(members, 4, hidden, PushedSums(members, Device.of(device)), device)
+    graph, x, _kept = capture(members, 4, hidden, PushedSums(members, Device.of(device)), device)
     begun = time.monotonic()
     for index in range(replays):
         graph.replay()

@@ -167,7 +167,8 @@ class GrammarThreads:
         self._lock = threading.Lock()  # of what jobs have become, and of the descriptor
         self._descriptor: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._vocabulary: Future[Vocabulary] = Future()
-        threading.Thread(target=self._load, args=(source,), name="vocabulary", daemon=True).start()
+        self._loader = threading.Thread(target=self._load, args=(source,), name="vocabulary", daemon=True)
+        self._loader.start()
 
     def submit(self, job: Job) -> None:
         """Have a job done."""
@@ -204,7 +205,7 @@ class GrammarThreads:
         return self._descriptor
 
     def close(self) -> None:
-        """Begin no job any more; wait a moment for those that have begun."""
+        """Begin no job any more; wait a moment for those that have begun, and for the vocabulary."""
         ends_s = time.monotonic() + _END_TIMEOUT_S
         for pool in self._pools.values():
             with suppress(Empty):
@@ -212,7 +213,7 @@ class GrammarThreads:
                     pool.jobs.get_nowait()
             for _ in pool.threads:
                 pool.jobs.put(None)
-        for thread in [thread for pool in self._pools.values() for thread in pool.threads]:
+        for thread in [self._loader, *(thread for pool in self._pools.values() for thread in pool.threads)]:
             thread.join(max(ends_s - time.monotonic(), 0.0))
         with self._lock:
             if self._descriptor is not None:

@@ -448,15 +448,16 @@ def _of_piece(found, piece: tl.constexpr, PIECES: tl.constexpr):
 
 @triton.jit
 def _rows(x, first, is_row, num_inputs, TILES: tl.constexpr, HAS_HALVES: tl.constexpr, IS_EVEN: tl.constexpr):
-    """Return a piece of a tile of x from an input on, zeros past its rows. Shapes: x [ROWS, 1] pointers; is_row alike.
+    """Return a piece of a tile of x from an input on, as one matrix or as two, zeros past its rows.
 
-    What low halves of bytes are multiplied with may be apart from what high ones are. Past the end nothing is read:
-    many programs read x, and one row again and again is slow.
+    Two where halves of bytes have scales of their own, which sums are multiplied by: 32 inputs each. Past the end
+    nothing is read: many programs read x, and one row again and again is slow. Shapes: x [ROWS, 1] pointers; is_row
+    alike.
     """
-    index = tl.arange(0, (32 if HAS_HALVES else 64) * TILES)
+    index = tl.arange(0, 32 if HAS_HALVES else 64 * TILES)
     found = ()
     for half in tl.static_range(2 if HAS_HALVES else 1):
-        column = first + (index // 32 * 64 + index % 32 + 32 * half if HAS_HALVES else index)
+        column = first + 32 * half + index
         inside = is_row if IS_EVEN else is_row & (column < num_inputs)[None, :]
         found += (tl.load(x + column[None, :], mask=inside, other=0.0),)
     return found

@@ -137,7 +137,8 @@ def finished(total):
     """Return a sum of products that a loop goes on with, once tensor cores have read its operands.
 
     Compute capability 9.0 reads operands from registers, and ptxas before 13.3 may put what the loop's next turn does
-    first into the same ones (triton-lang/triton issue 9433); Triton 3.7 has 12.8.
+    first into the same ones (triton-lang/triton issue 9433); Triton 3.7 has 12.8. Loops that make operands before they
+    await anything need it. Attention awaits its scores first; that it needs nothing, tests find in its machine code.
     """
     if not IS_INTERPRETED:
         total = tl.inline_asm_elementwise("", "=r,0", [total], dtype=tl.float32, is_pure=True, pack=1)

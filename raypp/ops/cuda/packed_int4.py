@@ -58,7 +58,7 @@ class PackedInt4:
     """A weight of N outputs, in P parts of as many, and K inputs, or E. A part is padded to N' outputs; inputs to K'.
 
     A tile is 64 outputs and 64 inputs, 2,048 bytes in a row, in the order in which tensor cores want them. Its first 32
-    inputs are the low halves of the bytes, the others the high halves, so that each half is an operand of a product
+    inputs are the low halves of the bytes, the others the high halves, so that both are parts of one operand
     without a move between threads. Of a tile's bytes, a thread of four warps holds 16, in the order of the registers of
     a product of 16 x 16 (PTX ISA, "Matrix Fragments for wgmma.mma_async.m64nNk16"):
 

@@ -14,6 +14,7 @@ printed than their names.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import machine_code
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -127,9 +129,13 @@ def compile_instead_of_launching() -> list[Any]:
 
 
 def digest_of(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return a digest of all that decides what is compiled: the compiler, sources, types, constants and settings."""
+    """Return a digest of all that decides what is compiled, and of what is looked for in it.
+
+    That is the compiler, sources, types, constants and settings.
+    """
     launched = kernel.cache_key, [described(arg) for arg in args], sorted((k, described(v)) for k, v in kwargs.items())
-    return hashlib.sha256(repr((triton.__version__, CAPABILITY, launched)).encode()).hexdigest()[:16]
+    checks = [inspect.getsource(each) for each in (resources, lacks_fence, refills_too_early, machine_code)]
+    return hashlib.sha256(repr((triton.__version__, CAPABILITY, launched, checks)).encode()).hexdigest()[:16]
 
 
 def described(arg: Any) -> str:
@@ -150,19 +156,21 @@ def resources(kernel: Any) -> dict[str, Any]:
     And the kinds of its products: how many inputs an instruction sums, in an order of its own.
     """
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    code = kernel.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        printed, machine_code = (
-            subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
-            for command in ([tools / "cuobjdump", "-res-usage"], [tools / "nvdisasm", "-c"])
-        )
+
+        def printed_by(*command: str | Path) -> str:
+            return subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
+
+        printed = printed_by(tools / "cuobjdump", "-res-usage")
+        instructions = printed_by(tools / "nvdisasm", "-c") if "wgmma" in code else ""
     found = re.search(r"REG:(\d+) STACK:(\d+)", printed)
     assert found, printed
-    code = kernel.asm["ptx"]
     return {
         "refills_too_early": refills_too_early(kernel.asm["ttgir"]),
-        "overwrites_operands": overwrites_operands(machine_code),
+        "overwrites_operands": machine_code.overwrites_operands(instructions),
         "registers": int(found[1]),
         "stack_bytes": int(found[2]),
         "shared_bytes": kernel.metadata.shared,
@@ -191,45 +199,6 @@ def refills_too_early(code: str) -> bool:
     while viewed := {name for name in read if name in views}:
         read = (read - viewed) | {views[name] for name in viewed}
     return len({slots[name] for name in read if name in slots}) > 1
-
-
-def overwrites_operands(code: str) -> bool:
-    """Return whether a loop writes registers that a product under way reads, in this turn or the one before.
-
-    See `finished` of raypp.ops.cuda.kernel_launch. Takes what nvdisasm prints.
-    """
-    instructions, places = [], dict[str, int]()
-    for line in code.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            places[label[1]] = len(instructions)
-        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?(.*?) ;", line):
-            instructions.append(found[1])
-    for end, instruction in enumerate(instructions):
-        jump = re.search(r"BRA `\((\.L_x_\d+)\)", instruction)
-        if jump and places.get(jump[1], end) < end and _writes_what_is_read(instructions[places[jump[1]] : end] * 2):
-            return True
-    return False
-
-
-def _writes_what_is_read(instructions: list[str]) -> bool:
-    """Return whether instructions, one after the other, write registers that a product under way reads."""
-    under_way, begun = list[set[int]](), set[int]()  # of groups of products that are awaited together
-    for instruction in instructions:
-        name, _, operands = instruction.partition(" ")
-        written = re.match(r"R(\d+)", operands)
-        if name.startswith("HGMMA"):
-            if read := re.match(r"R\d+, R(\d+)", operands):
-                begun.update(range(int(read[1]), int(read[1]) + 4))
-            if "gsb0" in operands:
-                under_way.append(begun)
-                begun = set()
-        elif awaited := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)", instruction):
-            under_way = under_way[max(0, len(under_way) - int(awaited[1], 16)) :]
-        elif written:
-            width = 4 if ".128" in name or name.endswith(".4") else 2 if ".64" in name or ".WIDE" in name else 1
-            if begun.union(*under_way) & set(range(int(written[1]), int(written[1]) + width)):
-                return True
-    return False
 
 
 def in_8_bits(num_outputs: int, num_inputs: int, norm_eps: float | None = None, is_gated: bool = False) -> Any:

@@ -46,7 +46,7 @@ def is_served(address: str) -> bool:
 
 def test_a_dead_engine_serves_again_at_another_address() -> None:
     config = EngineConfig.from_flat("tiny", num_stages=2, max_engine_restarts=1)
-    num_threads, listener = threading.active_count(), Listener()
+    threads, listener = set(threading.enumerate()), Listener()
     engine = launch_in_threads(config, stage_factory=FakeStage(step_ms=1))
     try:
         engine.watch(listener)
@@ -62,4 +62,4 @@ def test_a_dead_engine_serves_again_at_another_address() -> None:
     finally:
         engine.close()
     assert [type(error) for error in listener.errors] == [StageDiedError] * 2
-    assert threading.active_count() == num_threads
+    assert not [thread for thread in threading.enumerate() if thread not in threads]
